@@ -1,0 +1,94 @@
+"""Notebooks as text: `edit` writes .text/NAME.py, `fold` puts it back, exports, runs and cleans; `check` is the lint."""
+
+import argparse
+import fcntl
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS, TEXT = ROOT / 'nbs', ROOT / '.text'
+BIN = Path(sys.executable).parent
+
+
+def chapters():
+    "Every notebook of the book, in reading order."
+    found = (p for p in NBS.rglob('*.ipynb') if not any(x.startswith(('.', '_')) for x in p.relative_to(NBS).parts))
+    return sorted(found)
+
+
+def resolve(name):
+    "`recipe/01_spec`, with or without `nbs/` and `.ipynb`, as (notebook, text file)."
+    stem = name.removeprefix('nbs/').removesuffix('.ipynb').removesuffix('.py')
+    return NBS / f'{stem}.ipynb', TEXT / f'{stem}.py'
+
+
+def run(*args):
+    "Run a tool of this environment from the root; stop with its exit code when it fails."
+    done = subprocess.run([str(a) for a in args], cwd=ROOT)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+@contextmanager
+def export_lock():
+    "One export at a time: every export rewrites the same module index."
+    TEXT.mkdir(exist_ok=True)
+    with open(TEXT / '.lock', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def export():
+    with export_lock():
+        run(BIN / 'nbdev-export')
+
+
+def edit(name):
+    "Write the notebook as py:percent text to the git-ignored folder `.text/`."
+    nb, text = resolve(name)
+    text.parent.mkdir(parents=True, exist_ok=True)
+    run(BIN / 'jupytext', '--quiet', '--to', 'py:percent', nb, '-o', text)
+    print(f'edit {text.relative_to(ROOT)}, then: make fold NB={nb.relative_to(NBS).with_suffix("")}')
+
+
+def to_notebook(name):
+    "Text to notebook; an existing notebook keeps its cell ids and tags."
+    nb, text = resolve(name)
+    nb.parent.mkdir(parents=True, exist_ok=True)
+    how = ['--update'] if nb.exists() else ['--set-kernel', 'python3']
+    run(BIN / 'jupytext', '--quiet', '--to', 'ipynb', *how, text, '-o', nb)
+    run(BIN / 'nbdev-clean', '--fname', nb)
+    return nb
+
+
+def fold(name, execute=True):
+    "Back from text: notebook, export, format, run with outputs saved, clean."
+    nb = to_notebook(name)
+    run(BIN / 'ruff', 'check', '--quiet', '--fix', nb)
+    run(BIN / 'ruff', 'format', '--quiet', nb)
+    export()
+    if execute:
+        run(BIN / 'nbdev-test', '--save', nb)
+        run(BIN / 'nbdev-clean', '--fname', nb)
+    run(BIN / 'jupytext', '--quiet', '--to', 'py:percent', nb, '-o', resolve(name)[1])
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument('verb', choices=['edit', 'fold', 'export'])
+    p.add_argument('name', nargs='?')
+    p.add_argument('--no-run', action='store_true', help='fold without running the notebook')
+    a = p.parse_args()
+    if a.verb == 'export':
+        return export()
+    if not a.name:
+        p.error('name a notebook, for example NB=recipe/01_spec')
+    if a.verb == 'edit':
+        return edit(a.name)
+    return fold(a.name, not a.no_run)
+
+
+if __name__ == '__main__':
+    main()
