@@ -40,4 +40,14 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'ladderbook.settings.clone': ('settings.html#clone', 'ladderbook/settings.py'),
                                      'ladderbook.settings.home': ('settings.html#home', 'ladderbook/settings.py'),
                                      'ladderbook.settings.load': ('settings.html#load', 'ladderbook/settings.py'),
-                                     'ladderbook.settings.read': ('settings.html#read', 'ladderbook/settings.py')}}}
+                                     'ladderbook.settings.read': ('settings.html#read', 'ladderbook/settings.py')},
+            'ladderbook.train.events': { 'ladderbook.train.events.append': ('train/events.html#append', 'ladderbook/train/events.py'),
+                                         'ladderbook.train.events.cut': ('train/events.html#cut', 'ladderbook/train/events.py'),
+                                         'ladderbook.train.events.evaluations': ( 'train/events.html#evaluations',
+                                                                                  'ladderbook/train/events.py'),
+                                         'ladderbook.train.events.losses': ('train/events.html#losses', 'ladderbook/train/events.py'),
+                                         'ladderbook.train.events.plain': ('train/events.html#plain', 'ladderbook/train/events.py'),
+                                         'ladderbook.train.events.read': ('train/events.html#read', 'ladderbook/train/events.py')},
+            'ladderbook.train.guards': { 'ladderbook.train.guards.fault': ('train/guards.html#fault', 'ladderbook/train/guards.py'),
+                                         'ladderbook.train.guards.first_bad': ('train/guards.html#first_bad', 'ladderbook/train/guards.py'),
+                                         'ladderbook.train.guards.stop': ('train/guards.html#stop', 'ladderbook/train/guards.py')}}}
