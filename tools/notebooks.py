@@ -1,4 +1,4 @@
-"""Notebooks as text: `edit` writes .text/NAME.py, `fold` puts it back, exports, runs and cleans; `check` is the lint."""
+"""Notebooks as text: `edit` writes .text/NAME.py, `fold` puts it back, exports, runs and cleans."""
 
 import argparse
 import fcntl
@@ -41,8 +41,9 @@ def export_lock():
 
 
 def export():
-    with export_lock():
-        run(BIN / 'nbdev-export')
+    "Compile every notebook into the package, in the house style."
+    run(BIN / 'nbdev-export')
+    run(BIN / 'ruff', 'format', '--quiet', 'package')
 
 
 def edit(name):
@@ -65,24 +66,27 @@ def to_notebook(name):
 
 def fold(name, execute=True):
     "Back from text: notebook, export, format, run with outputs saved, clean."
-    nb = to_notebook(name)
-    run(BIN / 'ruff', 'check', '--quiet', '--fix', nb)
-    run(BIN / 'ruff', 'format', '--quiet', nb)
-    export()
+    with export_lock():
+        nb = to_notebook(name)
+        run(BIN / 'ruff', 'check', '--quiet', '--fix', nb)
+        run(BIN / 'ruff', 'format', '--quiet', nb)
+        export()
     if execute:
-        run(BIN / 'nbdev-test', '--save', nb)
+        run(sys.executable, ROOT / 'tools' / 'check_notebook.py', nb, '--save')
         run(BIN / 'nbdev-clean', '--fname', nb)
     run(BIN / 'jupytext', '--quiet', '--to', 'py:percent', nb, '-o', resolve(name)[1])
 
 
 def main():
+    "The command line: `edit NAME`, `fold NAME`, `export`."
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('verb', choices=['edit', 'fold', 'export'])
     p.add_argument('name', nargs='?')
     p.add_argument('--no-run', action='store_true', help='fold without running the notebook')
     a = p.parse_args()
     if a.verb == 'export':
-        return export()
+        with export_lock():
+            return export()
     if not a.name:
         p.error('name a notebook, for example NB=recipe/01_spec')
     if a.verb == 'edit':

@@ -1,0 +1,166 @@
+"""The training environment: made once per lock, checked by hash, brought in step when the lock changes.
+
+Runs with any Python >= 3.11 and its standard library alone, because it makes the environment that has the rest.
+"""
+
+import argparse
+import configparser
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / 'containers' / 'locks'
+KEPT = {'pip', 'setuptools', 'ladderbook'}
+DISK = 2_000_000_000
+
+
+def setting(section, key):
+    "One value of settings.ini; the environment overrides it, as ladderbook.settings does."
+    text = os.environ.get(f'LADDERBOOK_{section}_{key}'.upper())
+    if text is None:
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read(ROOT / 'settings.ini', encoding='utf-8')
+        text = parser[section][key]
+    return text
+
+
+def sha256(*paths):
+    "sha256 over the bytes of these files, one after the other."
+    h = hashlib.sha256()
+    for p in paths:
+        h.update(p.read_bytes())
+    return h.hexdigest()
+
+
+def pinned(lock):
+    "Names of the distributions that a lock file pins, normalised."
+    names = re.findall(r'^([A-Za-z0-9][\w.-]*)==', lock.read_text(encoding='utf-8'), re.MULTILINE)
+    return {re.sub(r'[-_.]+', '-', n).lower() for n in names}
+
+
+def wanted(name):
+    "What the stamp must say for the environment to be ready for lock `name`."
+    return {
+        'lock': name,
+        'sha256': sha256(LOCKS / f'{name}.lock'),
+        'project': sha256(ROOT / 'pyproject.toml', ROOT / 'setup.py'),
+        'root': str(ROOT),
+    }
+
+
+def ready(folder, name):
+    "True when the environment is in step with the lock (`dev` holds everything of `train`) and its Python still runs."
+    try:
+        stamp = json.loads((folder / 'ladderbook.json').read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return False
+    if name == 'train' and stamp.get('lock') == 'dev':
+        name = 'dev'
+    return stamp == wanted(name) and works(folder)
+
+
+def works(folder):
+    "True when the environment's Python starts and is one of the versions that the locks are made for."
+    code = 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))'
+    try:
+        return subprocess.run([folder / 'bin' / 'python', '-c', code], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def pip(folder, *args, offline=None):
+    "Run the environment's pip; offline it sees neither an index nor anybody's pip settings."
+    env = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK='1', PIP_NO_INPUT='1')
+    if offline:
+        env = {k: v for k, v in env.items() if not k.startswith('PIP_')} | {'PIP_CONFIG_FILE': os.devnull}
+    command = [folder / 'bin' / 'python', '-m', 'pip', *args]
+    done = subprocess.run([str(c) for c in command], env=env, capture_output=True, text=True)
+    if done.returncode:
+        lines = [x for x in (done.stdout + done.stderr).splitlines() if x.strip() and 'is ignored: it is' not in x]
+        sys.exit('\n'.join(['pip failed:', *lines[-12:]]))
+    return done.stdout
+
+
+def extras(folder, lock):
+    "Distributions in the environment that the lock does not name."
+    site = next((folder / 'lib').glob('python3.*/site-packages'))
+    names = {d.metadata['Name'] for d in importlib.metadata.distributions(path=[str(site)])}
+    return sorted(n for n in names if re.sub(r'[-_.]+', '-', n).lower() not in pinned(lock) | KEPT)
+
+
+def make(folder, name, offline):
+    "Install the lock into `folder` with hash checking, drop what it does not name, add the package itself."
+    lock = LOCKS / f'{name}.lock'
+    source = ['--no-index', '--find-links', str(Path(offline) / 'wheels')] if offline else []
+    if not works(folder):
+        venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(folder)
+    (folder / 'ladderbook.json').unlink(missing_ok=True)
+    pip(folder, 'install', '--no-deps', '--require-hashes', *source, '-r', lock, offline=offline)
+    if gone := extras(folder, lock):
+        pip(folder, 'uninstall', '--yes', *gone)
+    pip(folder, 'install', '--no-deps', '--no-build-isolation', *source, '-e', ROOT, offline=offline)
+    (folder / 'ladderbook.json').write_text(json.dumps(wanted(name)), encoding='utf-8')
+
+
+def verify_offline(folder):
+    "Check an OFFLINE folder against its manifest: every file there, every hash right, made for this machine's kind."
+    path = Path(folder) / 'manifest.json'
+    if not path.is_file():
+        sys.exit(f'{folder} has no manifest.json; make it with: make fetch DIR={folder}')
+    manifest = json.loads(path.read_text(encoding='utf-8'))
+    if (seen := (manifest.get('schema'), manifest.get('version'))) != ('ladderbook.offline', 1):
+        sys.exit(f'{path} holds {seen}; this ladderbook reads ladderbook.offline version 1')
+    for name, row in manifest['files'].items():
+        file = Path(folder) / name
+        if not file.is_file() or sha256(file) != row['sha256']:
+            print(f'{file} is missing or not the file that manifest.json names; fetch again', file=sys.stderr)
+            sys.exit(3)
+    if manifest['platform'] != here():
+        print(f'{folder} was fetched for {manifest["platform"]}; this is {here()}', file=sys.stderr)
+        sys.exit(4)
+
+
+def here():
+    "Python version and platform in the words that decide which wheels fit."
+    return f'python{sys.version_info.major}.{sys.version_info.minor} {platform.system()} {platform.machine()}'.lower()
+
+
+def main():
+    "Bring the environment in step with a lock, one process at a time."
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument('lock', choices=['train', 'dev', 'path'], help='which lock, or print the folder and stop')
+    p.add_argument('--offline', help='a folder made by `make fetch`: no index is asked')
+    a = p.parse_args()
+    folder = ROOT / setting('environments', 'train')
+    if a.lock == 'path':
+        return print(setting('environments', 'train'))
+    (ROOT / '.cache').mkdir(exist_ok=True)
+    with open(ROOT / '.cache' / 'environment.lock', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        if ready(folder, a.lock):
+            return None
+        if not folder.exists() and (free := shutil.disk_usage(ROOT).free) < DISK:
+            print(f'the environment needs {DISK / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free', file=sys.stderr)
+            sys.exit(5)
+        print(f'Python {platform.python_version()} found at {sys.executable}', flush=True)
+        if a.offline:
+            verify_offline(a.offline)
+        print(f'making {folder} from containers/locks/{a.lock}.lock (about a minute) ...', flush=True)
+        start = time.monotonic()
+        make(folder, a.lock, a.offline)
+        print(f'{folder} is ready, {time.monotonic() - start:.0f} s', flush=True)
+
+
+if __name__ == '__main__':
+    main()
