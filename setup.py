@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-BUNDLE = ('settings.ini', 'nbs/rungs', 'artifacts/published', 'containers/locks')
+BUNDLE = ('settings.ini', 'nbs/rungs', 'artifacts/published', 'containers/locks', 'tests/data/tiny')
 
 
 class BuildWithBundle(build_py):

@@ -113,24 +113,6 @@ def make(folder, name, offline):
     (folder / 'ladderbook.json').write_text(json.dumps(wanted(name)), encoding='utf-8')
 
 
-def verify_offline(folder):
-    "Check an OFFLINE folder against its manifest: every file there, every hash right, made for this machine's kind."
-    path = Path(folder) / 'manifest.json'
-    if not path.is_file():
-        sys.exit(f'{folder} has no manifest.json; make it with: make fetch DIR={folder}')
-    manifest = json.loads(path.read_text(encoding='utf-8'))
-    if (seen := (manifest.get('schema'), manifest.get('version'))) != ('ladderbook.offline', 1):
-        sys.exit(f'{path} holds {seen}; this ladderbook reads ladderbook.offline version 1')
-    for name, row in manifest['files'].items():
-        file = Path(folder) / name
-        if not file.is_file() or sha256(file) != row['sha256']:
-            print(f'{file} is missing or not the file that manifest.json names; fetch again', file=sys.stderr)
-            sys.exit(3)
-    if manifest['platform'] != here():
-        print(f'{folder} was fetched for {manifest["platform"]}; this is {here()}', file=sys.stderr)
-        sys.exit(4)
-
-
 def here():
     "Python version and platform in the words that decide which wheels fit."
     return f'python{sys.version_info.major}.{sys.version_info.minor} {platform.system()} {platform.machine()}'.lower()
@@ -155,7 +137,9 @@ def main():
             sys.exit(5)
         print(f'Python {platform.python_version()} found at {sys.executable}', flush=True)
         if a.offline:
-            verify_offline(a.offline)
+            from offline import verify
+
+            verify(a.offline)
         print(f'making {folder} from containers/locks/{a.lock}.lock (about a minute) ...', flush=True)
         start = time.monotonic()
         make(folder, a.lock, a.offline)
