@@ -45,8 +45,8 @@ plan: train ## shapes, parameters, FLOPs, memory of a rung, on paper   [RUNG=des
 bench: dev ## speed against a peer and against earlier, recorded under artifacts/benchmarks/
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-clean: ## what could be removed and how much it is; removes it with YES=1
-	@$(FOUND) tools/clean.py $(if $(YES),--yes)
+clean: ## what could be removed and how much it is; removes it with YES=1, runs too with RUNS=1
+	@$(FOUND) tools/clean.py $(if $(YES),--yes) $(if $(RUNS),--runs)
 
 # the environments that the commands above need
 train:
