@@ -5,6 +5,7 @@ and compiles its step, says so, and then waits. Every line on its standard input
 line it answers is JSON. Whatever libraries print goes to standard error, so that the answers stay clean.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -75,15 +76,16 @@ class Arm:
     def _answer(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait()
             self.complaints.seek(0)
-            raise RuntimeError(f'the side {self.name} of a benchmark ended: {self.complaints.read().strip()[-2000:]}')
+            said = self.complaints.read().strip()[-2000:]
+            self.close()
+            raise RuntimeError(f'the side {self.name} of a benchmark ended: {said}')
         return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
-        if self.process.poll() is None:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-            self.process.wait(timeout=30)
+        self.process.wait(timeout=60)
         self.process.stdout.close()
         self.complaints.close()
