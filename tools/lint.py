@@ -117,6 +117,16 @@ def books(root):
             yield f'{name}: exports {lines} lines; at most {EXPORTED_LINES}'
 
 
+def links(root):
+    "Relative links of the chapters and of the Markdown files at the top lead to files that exist."
+    texts = [(p, p.read_text(encoding='utf-8')) for p in sorted(root.glob('*.md'))]
+    texts += [(p, '\n'.join(t for _, t in cells(p, 'markdown'))) for p in notebooks(root)]
+    for path, text in texts:
+        for target in re.findall(r'\]\(([^)#\s]+)[^)]*\)', re.sub(r'`[^`]*`', '', text)):
+            if not re.match(r'\w+:', target) and not (path.parent / target).exists():
+                yield f'{path.relative_to(root)}: links to {target}, which does not exist'
+
+
 def folder_of(module):
     "The layer a module belongs to: its folder, `cli`, or the ground."
     parts = module.split('.')
@@ -196,7 +206,7 @@ def words(root):
                     yield f'{name}:{number}: names {what}: {found.group()}'
 
 
-CHECKS = {f.__name__: f for f in (style, compiled, readme, books, structure, unused, words)}
+CHECKS = {f.__name__: f for f in (style, compiled, readme, books, links, structure, unused, words)}
 
 
 def main():

@@ -2,10 +2,13 @@
 
 import argparse
 import fcntl
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+
+import readme
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS, TEXT = ROOT / 'nbs', ROOT / '.text'
@@ -44,6 +47,8 @@ def export():
     "Compile every notebook into the package, in the house style."
     run(BIN / 'nbdev-export')
     run(BIN / 'ruff', 'format', '--quiet', 'package')
+    if (NBS / 'index.ipynb').exists():
+        readme.main()
 
 
 def edit(name):
@@ -64,6 +69,18 @@ def to_notebook(name):
     return nb
 
 
+def say_unused(nb):
+    "Print what ruff finds in the exported module: an import that only the notebook's checks use belongs in their cell."
+    module = (
+        ROOT
+        / 'package'
+        / 'ladderbook'
+        / re.sub(r'(^|/)\d+[a-z]?_', r'\1', str(nb.relative_to(NBS))).replace('.ipynb', '.py')
+    )
+    if module.exists():
+        subprocess.run([BIN / 'ruff', 'check', '--quiet', '--output-format=concise', module], cwd=ROOT)
+
+
 def fold(name, execute=True):
     "Back from text: notebook, export, format, run with outputs saved, clean."
     with export_lock():
@@ -71,9 +88,12 @@ def fold(name, execute=True):
         run(BIN / 'ruff', 'check', '--quiet', '--fix', nb)
         run(BIN / 'ruff', 'format', '--quiet', nb)
         export()
+        say_unused(nb)
     if execute:
         run(sys.executable, ROOT / 'tools' / 'check_notebook.py', nb, '--save')
         run(BIN / 'nbdev-clean', '--fname', nb)
+    if nb == NBS / 'index.ipynb':
+        readme.main()
     run(BIN / 'jupytext', '--quiet', '--to', 'py:percent', nb, '-o', resolve(name)[1])
 
 
