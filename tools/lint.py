@@ -72,14 +72,11 @@ def compiled(root):
             done = subprocess.run([BIN / tool[0], *tool[1:]], cwd=copy, capture_output=True, text=True)
             if done.returncode:
                 yield f'{" ".join(tool)}: failed: {done.stderr.strip().splitlines()[-1]}'
-        for what, folder, pattern in (
-            ('clean', 'nbs', '*.ipynb'),
-            ('clean', 'retros', '*.ipynb'),
-            ('export', 'package', '*.py'),
-        ):
-            for name in differing(root / folder, copy / folder, pattern):
-                mend = 'make fold NB=…' if what == 'clean' else 'make export'
-                yield f'{folder}/{name}: not {what}ed; mend: {mend}'
+        for folder in ('nbs', 'retros'):
+            for name in differing(root / folder, copy / folder, '*.ipynb'):
+                yield f'{folder}/{name}: not clean; mend: make fold NB=…'
+        for name in differing(root / 'package', copy / 'package', '*.py'):
+            yield f'package/{name}: not in step with its notebook; mend: make export'
 
 
 def differing(ours, made, pattern):
