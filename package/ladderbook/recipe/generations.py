@@ -74,7 +74,7 @@ class Rates:
     clip: float | None = None
 
 
-def _clip(value: float, low: float, high: float) -> float:
+def _clip(value, low, high):
     return max(low, min(high, value))
 
 

@@ -176,7 +176,7 @@ def _departures(rule: dict, given: dict) -> tuple[Departure, ...]:
     return tuple(Departure(k, given[k], rule[k]) for k in sorted(given) if k in rule and not _same(given[k], rule[k]))
 
 
-def shape(width: int, generation_name: str = 'august', **given) -> tuple[ModelSpec, tuple[Departure, ...]]:
+def shape(width: int | float, generation_name: str = 'august', **given) -> tuple[ModelSpec, tuple[Departure, ...]]:
     """The model of `width`, and the departures that the `given` sizes are. A shape no model can have is refused."""
     width = whole('width', width)
     if strange := sorted(set(given) - {f.name for f in fields(ModelSpec)}):
@@ -202,7 +202,7 @@ def _decisions(rates: Rates, batch: int, steps: int) -> dict:
     return said | free | {'batch': batch, 'warmup_steps': first, 'decay_steps': last}
 
 
-def make(generation_name: str, width: int, tokens: int, **given) -> Recipe:
+def make(generation_name: str, width: int | float, tokens: int | float, **given) -> Recipe:
     """The recipe of a generation for a `width` and a budget of `tokens` (rounded to whole steps). `given` overrides
     sizes (`SIZES`) and decisions (`DECISIONS`) by name; rates follow the sizes and the batch actually taken."""
     if strange := sorted(set(given) - set(SIZES) - set(DECISIONS)):
@@ -227,7 +227,7 @@ def make(generation_name: str, width: int, tokens: int, **given) -> Recipe:
     )
 
 
-def august(width: int, tokens: int, **given) -> Recipe:
+def august(width: int | float, tokens: int | float, **given) -> Recipe:
     """The recipe that trained the hero, for any width and budget; `given` as in `make`."""
     return make('august', width, tokens, **given)
 
