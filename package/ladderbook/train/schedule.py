@@ -10,18 +10,24 @@ import optax
 
 from ..errors import UsageError
 
-
 # %% ../../../nbs/train/01_schedule.ipynb #29adcb04
-def schedule(peak: float, steps: int, warmup: int, final_fraction: float = 0.05) -> optax.Schedule:
-    """Learning rate as a function of the step count, 0 to `steps`: linear from 0 to `peak` at count `warmup`, then
-    linear to `final_fraction * peak` at count `steps`, and that value from there on. `warmup` 0 starts at the peak.
+def schedule(
+    peak: float, steps: int, warmup: int, final_fraction: float = 0.05, decay: int | None = None
+) -> optax.Schedule:
+    """Learning rate as a function of the step count, 0 to `steps`: linear from 0 to `peak` at count `warmup`, `peak`
+    until the last `decay` steps begin (None: no such plateau), linear to `final_fraction * peak` at count `steps`, and
+    that value from there on. `warmup` 0 starts at the peak.
 
-    Raises `UsageError` when the warm-up does not fit into the steps. Source: marin issue #8435."""
+    Raises `UsageError` when warm-up and decay do not fit into the steps. Source: marin issue #8435."""
     if not 0 <= warmup < steps:
         raise UsageError(f'a warm-up of {warmup} steps in a run of {steps}; expected 0 <= warm-up < steps')
+    if decay is not None and not 0 < decay <= steps - warmup:
+        raise UsageError(f'a decay over {decay} steps; expected 1 to {steps - warmup}, what the warm-up leaves')
     if not 0 <= final_fraction <= 1:
         raise UsageError(f'final fraction {final_fraction} of the learning rate; expected 0 to 1')
-    fall = optax.linear_schedule(peak, final_fraction * peak, steps - warmup)
-    if warmup == 0:
-        return fall
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), fall], [warmup])
+    start = warmup if decay is None else steps - decay
+    parts = {warmup: optax.constant_schedule(peak)} if start > warmup else {}
+    parts[start] = optax.linear_schedule(peak, final_fraction * peak, steps - start)
+    if warmup:
+        parts = {0: optax.linear_schedule(0.0, peak, warmup)} | parts
+    return optax.join_schedules(list(parts.values()), list(parts)[1:])
