@@ -227,9 +227,19 @@ def test_plan_takes_the_leaves_of_the_training_side():
 
 
 def test_memory_against_a_hand_count():
-    found = plan.memory([('w', (3, 4, 5), 4, 'muonh'), ('e', (7, 5), 4, 'adam'), ('b', (3,), 4, 'balance')])
+    found = plan.memory([('w', (3, 4, 5), 4, 'muonh'), ('e', (7, 5), 4, 'adam'), ('b', (3,), 4, 'balanced')])
     assert found['parameters'] == 98
     assert found['bytes']['weights'] == 4 * 98
     assert found['bytes']['moments'] == 4 * (60 + 2 * 35)
     assert found['bytes']['gradients'] == 4 * 95
     assert found['bytes']['published'] == 16 * 98
+
+
+@pytest.mark.parametrize('name', rungs.NAMES)
+def test_the_model_table_and_the_plan_list_the_same_arrays(name):
+    lm = pytest.importorskip('ladderbook.model.lm', reason='the training side is not installed')
+    shape = rungs.rung(name).recipe.spec
+    for one in (shape, replace(shape, sconv_sites=('mlp',))):
+        table = [(p, x.shape, 4, x.group) for p, x in lm.table(one).items()]
+        assert table == [tuple(x) for x in plan.leaves(one)]
+        assert {x.dtype for x in lm.table(one).values()} == {'float32'}
