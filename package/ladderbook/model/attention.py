@@ -252,7 +252,7 @@ class AttentionWeights(NamedTuple):
     value: Float[Array, 'D Kh']
     output: Float[Array, 'Hh D']
     gate: Float[Array, 'D H']
-    taps: Float[Array, 'J Kh'] | None
+    taps: Float[Array, 'J Kh'] | None = None
 
 
 def attention(

@@ -152,12 +152,12 @@ def dropless_experts(
 
 # %% ../../../nbs/model/04_experts.ipynb #42e68790
 class MoEWeights(NamedTuple):
-    """Weights of one MoE layer. Without a latent path `down`, `gain` and `up` are None, and L is D."""
+    """Weights of one MoE layer: router, latent path, E routed experts, n shared experts."""
 
     router: Float[Array, 'D E']
-    down: Float[Array, 'D L'] | None
-    gain: Float[Array, ' L'] | None
-    up: Float[Array, 'L D'] | None
+    down: Float[Array, 'D L']
+    gain: Float[Array, ' L']
+    up: Float[Array, 'L D']
     expert_gate: Float[Array, 'E L F']
     expert_up: Float[Array, 'E L F']
     expert_down: Float[Array, 'E F L']
@@ -208,10 +208,9 @@ def moe(
     logits = (x.astype(spec.router_dtype) @ w.router.astype(spec.router_dtype)).astype(jnp.float32)
     routes = route(logits, bias, valid, spec.top_k, spec.combine_sum)
     load = expert_load(routes.experts, valid, spec.experts)
-    h = x if w.down is None else rms_norm(x @ w.down, w.gain, spec.norm_eps)
+    h = rms_norm(x @ w.down, w.gain, spec.norm_eps)
     experts = ExpertWeights(w.expert_gate, w.expert_up, w.expert_down)
     y, dropped = _routed(h, routes, valid, load, experts, spec, dropless)
-    y = y if w.up is None else y @ w.up
     new = next_bias(logits, routes.threshold, bias, valid, spec.top_k)
     told = Telemetry(load, dropped, new, router_entropy(logits, valid))
-    return y + shared_experts(x, w.shared_gate, w.shared_up, w.shared_down), jax.lax.stop_gradient(told)
+    return y @ w.up + shared_experts(x, w.shared_gate, w.shared_up, w.shared_down), jax.lax.stop_gradient(told)
