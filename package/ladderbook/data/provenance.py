@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .sources import SOURCES, Source
+from .sources import Source
 from .text import Document
 from ..errors import IntegrityError
 from ..files import read_json, write_json

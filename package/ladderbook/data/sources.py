@@ -117,7 +117,7 @@ PINNED = (
         version='0.11.1',
         file='allofplos-0.11.1-py3-none-any.whl',
         sha256='17149c52f089c561885be0eb4827edd6ee1dbaea4d17828c38d39d58b603e1f7',
-        licence='CC-BY-4.0 AND CC-BY-3.0 AND LicenseRef-CC-BY-unversioned AND CC0-1.0',
+        licence='CC-BY-4.0 AND CC-BY-3.0 AND LicenseRef-CC-BY-unversioned AND CC0-1.0 AND LicenseRef-CC-Public-Domain',
         stated='the license element of each article',
         extractor='plos',
     ),
@@ -147,7 +147,7 @@ SOURCES = {s.name: s for s in PINNED + TINY}
 CORPORA = {
     p.name: p
     for p in (
-        CorpusPlan(name='desk-v0', sources=tuple(s.name for s in PINNED)),
+        CorpusPlan(name='desk-v0', sources=tuple(s.name for s in PINNED), disk=100_000_000, memory=600_000_000),
         CorpusPlan(name='tiny', sources=tuple(s.name for s in TINY), vocab=512, heldout=0.1),
     )
 }

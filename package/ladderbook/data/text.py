@@ -193,7 +193,7 @@ def _document(source: Source, page: Page, raw: int) -> Document:
         text=text,
         id=content_id(text),
         size=len((text or page.text).encode()) or raw,
-        licence=page.licence or source.licence,
+        licence=page.licence or ('' if page.removed else source.licence),
         year=page.year,
         removed=removed,
     )

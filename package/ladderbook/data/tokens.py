@@ -128,8 +128,10 @@ def open_corpus(folder: Path) -> Corpus:
     """The corpus in `folder`, every file checked against corpus.json.
 
     Raises `ResourceError` when there is none, `IntegrityError` naming the file that does not match."""
-    if not (folder / 'corpus.json').is_file():
+    if not folder.exists():
         raise ResourceError(f'there is no corpus in {folder}; make it with: ladderbook data build')
+    if not (folder / 'corpus.json').is_file():
+        raise IntegrityError(f'{folder} has no corpus.json; remove the folder and build again')
     stated = read_json(folder / 'corpus.json', SCHEMA)
     for name, sha256 in stated['files'].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
@@ -242,10 +244,11 @@ def _make(wanted: CorpusPlan, files: dict[str, Path], folder: Path, progress: _P
         str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file() and p.suffix in ('.bin', '.json')
     )
     hashes = {name: sha256_file(folder / name) for name in made}
+    decided = {name: hashes[name] for name in made if name != 'documents.json'}
     stated = {
         'name': wanted.name,
         'identity': digest(identity(wanted)),
-        'digest': digest({'identity': identity(wanted), 'files': hashes}),
+        'digest': digest({'identity': identity(wanted), 'files': decided}),
         'tokenizer_digest': hashes['tokenizer.json'],
         'vocab': wanted.vocab,
         'domains': sorted({d.domain for d in kept}),
@@ -263,14 +266,16 @@ def _install(wanted: CorpusPlan, folder: Path, files, progress: _Progress) -> Co
     """The corpus of `wanted` at `folder`: verified where it exists, else made from what `files()` returns."""
     with lock(folder.parent / f'.{folder.name}.lock', f'corpus {wanted.name}'):
         if not folder.exists():
+            for left in folder.parent.glob(f'.{folder.name}.*/'):  # of a build that was killed; the lock is ours
+                shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as d:
                 (Path(d) / 'corpus').mkdir()
                 _make(wanted, files(), Path(d) / 'corpus', progress)
                 (Path(d) / 'corpus').rename(folder)
-    stated = read_json(folder / 'corpus.json', SCHEMA) if (folder / 'corpus.json').exists() else {'identity': ''}
-    if stated['identity'] not in ('', digest(identity(wanted))):
+    corpus = open_corpus(folder)
+    if corpus.provenance['identity'] != digest(identity(wanted)):
         raise DriftError(f'corpus {wanted.name} in {folder} was made from other pins or rules; remove it to build anew')
-    return open_corpus(folder)
+    return corpus
 
 
 def _published(corpus: Corpus, table: Path) -> None:
@@ -281,7 +286,7 @@ def _published(corpus: Corpus, table: Path) -> None:
     if same and stated['digest'] != corpus.digest:
         raise DriftError(
             f'corpus {corpus.name} came out as {corpus.digest[:12]}…, published is {stated["digest"][:12]}… made with '
-            f'{stated["built_with"]}, here {corpus.provenance["built_with"]}; install the locked versions'
+            f'{stated["built_with"]}, here {corpus.provenance["built_with"]}; install the locked versions (or, where you changed the rules, raise RULES or FORMAT)'
         )
 
 
@@ -293,7 +298,12 @@ def build(name: str, cache: Path, source_dir: Path | None = None, progress: bool
     wanted, folder, show = plan(name), cache / 'corpora' / name, _Progress(name, progress)
     if not folder.exists():
         require(f'corpus {name}', cache, wanted.disk, wanted.memory)
-    corpus = _install(wanted, folder, lambda: fetch(wanted.sources, cache / 'sources', source_dir), show)
+
+    def files():
+        show.say(f'{len(wanted.sources)} sources from {source_dir or "the cache or the package registry"}')
+        return fetch(wanted.sources, cache / 'sources', source_dir)
+
+    corpus = _install(wanted, folder, files, show)
     _published(corpus, bundled('artifacts', 'provenance', f'{name}.json'))
     return corpus
 
