@@ -1,6 +1,9 @@
 """One environment for every test: jax on the CPU, few threads, compiled code kept; cheap tests run first."""
 
+import hashlib
 import os
+import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ['test_house', 'test_recipe', 'test_data', 'test_model', 'test_optim', 'test_loop', 'test_replay', 'test_cli']
 
-# before anything imports jax
+
+def _kind_of_cpu() -> str:
+    "Compiled code fits one kind of CPU: a short digest of its name."
+    info = Path('/proc/cpuinfo')
+    names = re.findall(r'^model name.*$', info.read_text(), re.MULTILINE) if info.exists() else []
+    return hashlib.sha256((names[0] if names else platform.machine()).encode()).hexdigest()[:12]
+
+
+# Set before anything imports jax; kept compiled code saves a second run most of its compiling.
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ.setdefault('OMP_NUM_THREADS', '2')
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '2')
 os.environ.setdefault('MPLBACKEND', 'agg')
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'compiled' / f'tests-{_kind_of_cpu()}'))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
 
 
 def _rank(item):
