@@ -46,7 +46,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from datetime import datetime, timezone, UTC
+from datetime import datetime, UTC
 from importlib import metadata
 from pathlib import Path
 

@@ -345,7 +345,8 @@ def _watch(process: subprocess.Popen, job: Job, progress: Progress, began: float
         progress.update()
         if time.monotonic() - began > job.timeout:
             raise TimeoutError
-        time.sleep(0.1)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)  # looking at the process table costs time that the run could use
     progress.update()
 
 
@@ -364,7 +365,7 @@ def host(job: Job, started=lambda process: None) -> Ending:
             started(process)
             _watch(process, job, progress, began, seen)
         except TimeoutError:
-            forced = ('timeout', 124, f'no end within the {job.timeout:g} s allowed')
+            forced = ('timeout', errors.StalledError.exit_code, f'no end within the {job.timeout:g} s allowed')
             _ask_to_stop(process, seen['family'])
         except KeyboardInterrupt as e:
             forced = ('interrupted', 128 + getattr(e, 'number', signal.SIGINT), 'stopped on request')

@@ -1,0 +1,201 @@
+"""The command as a script sees it: exit codes, one line on standard error, JSON, and nothing heavy imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ladderbook
+import pytest
+from ladderbook import cli, record
+
+CHANGES = 'layers:2 experts:8 sequence:64 window:32 batch:4 vocab:512 tokens:3072'
+MICRO = ['desk-micro', '--corpus', 'tiny', '--set', f'changes={CHANGES}', '--set', 'threads=1']
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Runs and cache of the settings, moved to an empty folder."""
+    monkeypatch.setenv('LADDERBOOK_PATHS_RUNS', str(tmp_path / 'runs'))
+    monkeypatch.setenv('LADDERBOOK_PATHS_CACHE', str(tmp_path / 'cache'))
+    return tmp_path
+
+
+def run(capsys, *argv):
+    code = cli.main([str(a) for a in argv])
+    seen = capsys.readouterr()
+    return code, seen.out, seen.err
+
+
+def a_record(folder: Path, losses, macro, seed=0) -> Path:
+    record.write_run(
+        folder, {'rung': 'r', 'seed': seed}, record.ended(record.observe(record.stamp()), 'finished', 0, 1.0)
+    )
+    lines = [{'step': n + 1, 'loss': x} for n, x in enumerate(losses)] + [
+        {'step': len(losses), 'eval': {'macro': macro}}
+    ]
+    (folder / 'events.jsonl').write_text(''.join(json.dumps(e) + '\n' for e in lines))
+    record.write_manifest(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    'argv, code, words',
+    [
+        (['fly'], 2, 'invalid choice'),
+        (['plan', 'desk64'], 2, 'desk-64'),
+        (['plan', 'desk-64', '--changes', 'widnow=3'], 2, 'window'),
+        (['replay', 'desk-micro', '--set', 'sed=1'], 2, 'seed'),
+        (['replay', 'desk-micro', '--set', 'seed'], 2, 'name=value'),
+        (['replay', 'desk-micro', '--seed', 'x'], 2, 'expected int'),
+        (['replay', 'desk-micro', '--seed', '1', '--set', 'seed=1'], 2, 'twice'),
+        (['replay', 'desk-micro', '--set', 'folder=/tmp/x'], 2, 'folder'),
+        (['replay', 'desk-micro', '--runner', 'docker'], 2, 'known: host'),
+        (['replay', 'desk-micro', '--timeout', '0'], 2, 'timeout'),
+        (['replay', 'hero'], 5, 'accelerators'),
+        (['replay', 'desk-micro'], 5, 'ladderbook data build'),
+        (['data', 'verify'], 5, 'ladderbook data build'),
+        (['data', 'build', '--corpus', 'desk-v9'], 2, 'desk-v0'),
+        (['data', 'rows', '--step', '0', '--corpus', 'tiny'], 2, 'steps 1 to'),
+        (['data'], 2, 'required'),
+        (['compare', 'x', 'y'], 2, 'names no run'),
+        (['compare', 'x', 'y', '--noise', '-1'], 2, 'noise'),
+    ],
+)
+def test_bad_input_is_one_line_and_a_code(capsys, elsewhere, argv, code, words):
+    found, out, err = run(capsys, *argv)
+    assert (found, out) == (code, '')
+    assert err.startswith('ladderbook: ') and err.count('\n') == 1 and words in err and 'Traceback' not in err
+
+
+def test_errors_are_json_when_json_is_asked_for(capsys, elsewhere):
+    code, out, err = run(capsys, 'plan', 'desk64', '--json')
+    assert json.loads(out) == {'error': err.removeprefix('ladderbook: ').strip(), 'exit_code': code}
+
+
+def test_help_and_plan_import_nothing_heavy():
+    heavy = ('jax', 'numpy', 'papermill', 'tokenizers', 'matplotlib')
+    code = (
+        'import sys; from ladderbook.cli import main; main(["plan", "desk-64"]); '
+        f'print([m for m in {heavy} if m in sys.modules], file=sys.stderr)'
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.strip() == '[]', done.stderr
+    assert '1,884,800' in done.stdout  # parameters of desk-64
+
+
+def test_every_verb_answers_as_json(capsys, elsewhere):
+    code, out, _ = run(capsys, 'plan', 'hero', '--json')
+    assert code == 0 and json.loads(out)['parameters']['total'] == 535_477_106_688
+    code, out, _ = run(capsys, 'doctor', '--json')
+    assert code == 5 and {f['name'] for f in json.loads(out) if f['ok'] is False} == {'corpus'}
+    code, out, _ = run(capsys, 'data', 'build', '--corpus', 'tiny', '--json')
+    built = json.loads(out)
+    assert code == 0 and built['name'] == 'tiny' and built['train_tokens'] > 10_000
+    code, out, _ = run(capsys, 'data', 'verify', '--corpus', 'tiny', '--json')
+    assert code == 0 and json.loads(out) == built
+    code, out, _ = run(capsys, 'data', 'report', '--corpus', 'tiny', '--json')
+    assert code == 0 and json.loads(out)['digest'] == built['digest']
+    code, out, _ = run(capsys, 'data', 'rows', '--corpus', 'tiny', '--rung', 'desk-micro', '--step', '3', '--json')
+    rows = json.loads(out)
+    assert code == 0 and len(rows['rows']) == 8 and rows['rows'][0]['tokens'] == 128
+    code, out, _ = run(capsys, 'data', 'rows', '--corpus', 'tiny', '--rung', 'desk-micro', '--step', '3')
+    assert rows['sha256'][:12] in out
+
+
+def test_a_damaged_corpus_stops_with_3(capsys, elsewhere):
+    run(capsys, 'data', 'build', '--corpus', 'tiny')
+    path = elsewhere / 'cache' / 'corpora' / 'tiny' / 'train.bin'
+    path.write_bytes(path.read_bytes()[:-2])
+    for argv in (['data', 'verify', '--corpus', 'tiny'], ['replay', *MICRO]):
+        code, _, err = run(capsys, *argv)
+        assert code == 3 and 'train.bin' in err
+
+
+def test_compare_verdicts(capsys, elsewhere):
+    runs = elsewhere / 'runs'
+    a_record(runs / 'r-0-aaaa', [8.0, 7.0], 6.9)
+    a_record(runs / 'r-0-bbbb', [8.0, 7.0], 6.9)
+    a_record(runs / 'r-1-cccc', [8.0, 7.25], 7.0, seed=1)
+    code, out, _ = run(capsys, 'compare', 'r-0-a', 'r-0-b')
+    assert code == 0 and out.startswith('equal to the bit')
+    code, out, _ = run(capsys, 'compare', 'r-0-a', runs / 'r-1-cccc', '--noise', '0.2')
+    assert code == 0 and out.startswith('within the stated noise of 0.2') and 'identity seed: 0 and 1' in out
+    code, out, _ = run(capsys, 'compare', 'r-0-a', 'r-1', '--json')
+    found = json.loads(out)
+    assert code == 3 and (found['verdict'], found['step'], found['field']) == ('different', 2, 'loss')
+    assert found['values'] == [7.0, 7.25] and abs(found['gap'] - 0.1) < 1e-12
+    code, _, err = run(capsys, 'compare', 'r-0', 'r-1')
+    assert code == 2 and '2 runs' in err
+    (runs / 'r-0-bbbb' / 'events.jsonl').write_text('{"step": 1}\n')
+    code, _, err = run(capsys, 'compare', 'r-0-a', 'r-0-b')
+    assert code == 3 and 'events.jsonl' in err
+
+
+def test_costly_or_destructive_needs_yes(elsewhere):
+    with pytest.raises(Exception, match='pass --yes') as e:
+        cli.agree('this removes a record', False)
+    assert e.value.exit_code == 2
+    assert cli.agree('this removes a record', True) is None
+
+
+def test_a_micro_rung_replays_resumes_and_repeats(capsys, elsewhere):
+    """One real run, as a user would start it: stopped half way, continued, shown again, compared with another seed."""
+    code, out, err = run(capsys, 'replay', *MICRO, '--set', 'stop_after=6')
+    assert code == 0 and 'goes on after step 6' in out, err
+    code, out, err = run(capsys, 'replay', *MICRO, '--json')
+    assert code == 0 and 'goes on where it stopped' in err, err
+    whole = json.loads(out)
+    assert whole['status'] == 'finished' and whole['step'] == 12 and whole['tokens_per_second'] > 0
+    assert set(whole['metrics']['evaluation']['domains']) and whole['metrics']['loss'] < 7
+    first = Path(whole['folder'])
+    files = record.verify(first)['files']
+    assert {'run.json', 'events.jsonl', 'timings.jsonl', 'rung.ipynb', 'metrics.json'} <= set(files)
+    who = record.read_run(first)['identity']
+    assert who['threads'] == 1 and who['recipe']['batch'] == 4 and who['environment']['JAX_PLATFORMS'] == 'cpu'
+    code, out, err = run(capsys, 'replay', *MICRO)
+    assert code == 0 and 'already there' in err and 'macro' in out and str(first) in out
+    code, out, _ = run(capsys, 'data', 'rows', '--run', first.name, '--step', '12')
+    assert code == 0 and '4 rows of 64' in out
+    copy = first.rename(first.parent / 'stopped-and-resumed')
+    assert run(capsys, 'replay', *MICRO)[0] == 0
+    code, out, _ = run(capsys, 'compare', copy.name, first.name)
+    assert code == 0 and out.startswith('equal to the bit'), out
+    same = [record.verify(f)['digests']['deterministic'] for f in (copy, first)]
+    assert same[0] == same[1]
+
+
+@pytest.mark.end_to_end
+def test_wheel_plans_and_replays_from_an_empty_folder(tmp_path, root):
+    """Installed without a clone: the wheel carries the notebook, the locks and the tiny text."""
+    build = [sys.executable, '-m', 'build', '--wheel', '--no-isolation', '--outdir', str(tmp_path / 'dist'), str(root)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = (tmp_path / 'dist').glob('*.whl')
+    env = tmp_path / 'env'
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(env)], check=True)
+    (site,) = (env / 'lib').glob('python3*/site-packages')
+    subprocess.run([sys.executable, '-m', 'zipfile', '-e', str(wheel), str(site)], check=True)
+    libraries = Path(json.__file__).parent, Path(pytest.__file__).parent.parent
+    (site / 'libraries.pth').write_text(f'{libraries[1]}\n')
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(('LADDERBOOK_', 'PYTHON'))}
+
+    def command(*argv):
+        code = 'import sys; from ladderbook.cli import main; sys.exit(main())'
+        return subprocess.run(
+            [env / 'bin' / 'python', '-c', code, *argv], cwd=empty, env=clean, capture_output=True, text=True
+        )
+
+    where = subprocess.run(
+        [env / 'bin' / 'python', '-c', 'import ladderbook; print(ladderbook.__file__)'], env=clean, cwd=empty, capture_output=True, text=True
+    ).stdout  # fmt: skip
+    assert Path(where.strip()).is_relative_to(site), where
+    assert 'desk-64' in command('plan', 'desk-64').stdout
+    done = command('replay', *MICRO, '--json')
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert Path(value['folder']).is_relative_to(empty / 'artifacts' / 'runs') and value['status'] == 'finished'
+    assert record.verify(Path(value['folder']))
+    assert ladderbook.__version__ in wheel.name
