@@ -103,8 +103,8 @@ def order(n: int, batch: int, seed: int, step: int) -> tuple[np.ndarray, np.ndar
         raise UsageError(f'seed is {seed} and step is {step}; expected 0 or more')
     epoch, place = np.divmod(step * batch + np.arange(batch, dtype=np.int64), n)
     row = np.empty_like(place)
-    for e in np.unique(epoch):
-        row[epoch == e] = permute(place[epoch == e], n, keys(seed, int(e)))
+    for e in range(int(epoch[0]), int(epoch[-1]) + 1):
+        row[epoch == e] = permute(place[epoch == e], n, keys(seed, e))
     return epoch, row
 
 

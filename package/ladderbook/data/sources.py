@@ -189,7 +189,8 @@ def requirements(sources) -> str:
 
 
 def _pip(into: Path, sources) -> None:
-    for module in ('pip', 'setuptools'):
+    needed = ['pip'] + ['setuptools'] * any(not s.file.endswith('.whl') for s in sources)
+    for module in needed:
         if not find_spec(module):
             raise ResourceError(f'fetching needs {module} in {sys.prefix}; install it, or give the files: --source-dir')
     (into / 'requirements.txt').write_text(requirements(sources))
