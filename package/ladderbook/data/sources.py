@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import IntegrityError, ResourceError, UsageError, unknown
+from ..errors import IntegrityError, ResourceError, unknown
 from ..files import sha256_file
 from ..settings import bundled
 
