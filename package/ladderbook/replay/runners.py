@@ -82,7 +82,8 @@ def environment(environ: dict, threads: int, cache: Path) -> dict[str, str]:
     env |= dict.fromkeys(counts, str(threads))
     env.setdefault('JAX_PLATFORMS', 'cpu')
     compiled = cache / 'compiled' / sha256_bytes(this_machine().cpu.encode())[:12]
-    env |= {'JAX_COMPILATION_CACHE_DIR': str(compiled), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.5'}
+    env.setdefault('JAX_COMPILATION_CACHE_DIR', str(compiled))
+    env.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
     path = [str(PACKAGE.parent), *env.get('PYTHONPATH', '').split(os.pathsep)]
     env |= {'PYTHONPATH': os.pathsep.join(filter(None, path)), 'PYTHONHASHSEED': '0', 'PYTHONUNBUFFERED': '1'}
     env['MPLBACKEND'] = 'module://matplotlib_inline.backend_inline'
