@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
-import ladderbook
 import pytest
 from ladderbook import cli, record
+from test_house import copy_of_the_clone
 
 CHANGES = 'layers:2 experts:8 sequence:64 window:32 batch:4 vocab:512 tokens:3072'
 MICRO = ['desk-micro', '--corpus', 'tiny', '--set', f'changes={CHANGES}', '--set', 'threads=1']
@@ -166,36 +167,42 @@ def test_a_micro_rung_replays_resumes_and_repeats(capsys, elsewhere):
     assert same[0] == same[1]
 
 
-@pytest.mark.end_to_end
-def test_wheel_plans_and_replays_from_an_empty_folder(tmp_path, root):
-    """Installed without a clone: the wheel carries the notebook, the locks and the tiny text."""
-    build = [sys.executable, '-m', 'build', '--wheel', '--no-isolation', '--outdir', str(tmp_path / 'dist'), str(root)]
+@pytest.fixture
+def installed(tmp_path):
+    """The wheel in an environment of its own, which takes every library from this one; `run(*argv)` in an empty folder."""
+    source = copy_of_the_clone(tmp_path / 'source')
+    build = [sys.executable, '-m', 'build', '--wheel', '--no-isolation', '--outdir', tmp_path / 'dist', source]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = (tmp_path / 'dist').glob('*.whl')
-    env = tmp_path / 'env'
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(env)], check=True)
-    (site,) = (env / 'lib').glob('python3*/site-packages')
-    subprocess.run([sys.executable, '-m', 'zipfile', '-e', str(wheel), str(site)], check=True)
-    libraries = Path(json.__file__).parent, Path(pytest.__file__).parent.parent
-    (site / 'libraries.pth').write_text(f'{libraries[1]}\n')
-    empty = tmp_path / 'empty'
-    empty.mkdir()
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(('LADDERBOOK_', 'PYTHON'))}
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', tmp_path / 'env'], check=True)
+    (site,) = (tmp_path / 'env' / 'lib').glob('python3*/site-packages')
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / 'libraries.pth').write_text(f'{Path(pytest.__file__).parent.parent}\n')
+    (tmp_path / 'empty').mkdir()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(('LADDERBOOK_', 'PYTHON'))}
 
-    def command(*argv):
+    def run(*argv):
         code = 'import sys; from ladderbook.cli import main; sys.exit(main())'
-        return subprocess.run(
-            [env / 'bin' / 'python', '-c', code, *argv], cwd=empty, env=clean, capture_output=True, text=True
-        )
+        python = [tmp_path / 'env' / 'bin' / 'python', '-c', code]
+        return subprocess.run([*python, *argv], cwd=tmp_path / 'empty', env=env, capture_output=True, text=True)
 
-    where = subprocess.run(
-        [env / 'bin' / 'python', '-c', 'import ladderbook; print(ladderbook.__file__)'], env=clean, cwd=empty, capture_output=True, text=True
-    ).stdout  # fmt: skip
-    assert Path(where.strip()).is_relative_to(site), where
-    assert 'desk-64' in command('plan', 'desk-64').stdout
+    return site, tmp_path / 'empty', run
+
+
+@pytest.mark.end_to_end
+def test_wheel_plans_and_replays_from_an_empty_folder(installed):
+    """Installed without a clone: the wheel carries the notebook, the locks and the tiny text."""
+    site, empty, command = installed
+    assert '1,884,800' in command('plan', 'desk-64').stdout
+    refused = command('replay', 'desk-micro')
+    assert refused.returncode == 5 and str(empty) in refused.stderr, refused.stderr
     done = command('replay', *MICRO, '--json')
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
-    assert Path(value['folder']).is_relative_to(empty / 'artifacts' / 'runs') and value['status'] == 'finished'
-    assert record.verify(Path(value['folder']))
-    assert ladderbook.__version__ in wheel.name
+    folder = Path(value['folder'])
+    assert folder.parent == empty / 'artifacts' / 'runs' and value['status'] == 'finished'
+    assert record.verify(folder)
+    executed = json.loads((folder / 'rung.ipynb').read_text())['metadata']['papermill']
+    assert Path(executed['input_path']).is_relative_to(site / 'ladderbook' / '_bundle')
+    code = {p.relative_to(site / 'ladderbook').as_posix() for p in (site / 'ladderbook').rglob('*.py')}
+    assert 'cli.py' in code and not (empty / 'ladderbook').exists()
