@@ -431,7 +431,7 @@ def test_wheel_works_from_an_empty_folder(wheel, tmp_path):
     site, empty = tmp_path / 'site', tmp_path / 'empty'
     zipfile.ZipFile(wheel).extractall(site)
     empty.mkdir()
-    code = 'import ladderbook; print(ladderbook.__file__); from ladderbook.cli import main; main()'
+    code = 'import sys, ladderbook; print(ladderbook.__file__); from ladderbook.cli import main; sys.exit(main())'
     done = run(sys.executable, '-c', code, 'plan', 'desk-micro', cwd=empty, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stdout and 'parameters' in done.stdout
