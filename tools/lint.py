@@ -174,7 +174,11 @@ def unused(root):
             (copy / f'book_{i}.py').write_text(text, encoding='utf-8')
         places = [root / name for name in ('tests', 'tools', 'setup.py') if (root / name).exists()]
         done = subprocess.run([BIN / 'vulture', '.', *places], cwd=copy, capture_output=True, text=True)
-    yield from (x for x in done.stdout.splitlines() if x.startswith('package/') and 'unused variable' not in x)
+    yield from (
+        x
+        for x in done.stdout.splitlines()
+        if x.startswith('package/') and not re.search('unused (variable|attribute)', x)
+    )
 
 
 def without_all(text):
