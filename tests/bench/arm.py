@@ -29,7 +29,11 @@ def serve(build: Callable[[], tuple[Callable[[], None], dict]]) -> None:
     facts['first_call_seconds'] = time.perf_counter() - start
     print(json.dumps(facts), file=answers)
     for line in sys.stdin:
-        print(json.dumps({'seconds': [timed(call) for _ in range(int(line))], 'memory': peak_memory()}), file=answers)
+        begin = processor_seconds()
+        seconds = [timed(call) for _ in range(int(line))]
+        answer = {'seconds': seconds, 'memory': peak_memory()}
+        answer['processor_seconds'] = (processor_seconds() - begin) / len(seconds)
+        print(json.dumps(answer), file=answers)
 
 
 def timed(call: Callable[[], None]) -> float:
@@ -37,6 +41,12 @@ def timed(call: Callable[[], None]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def processor_seconds() -> float:
+    """Seconds that all threads of this process have spent on a CPU; other processes hardly change them."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def peak_memory() -> int:
@@ -49,7 +59,7 @@ class Arm:
     """The driver's end: starts `script` under `python`, knows its facts, asks for timed calls."""
 
     def __init__(self, name: str, script: str, arguments: list[str], python: str = sys.executable, **environment: str):
-        self.name, self.seconds, self.memory = name, [], 0
+        self.name, self.processor_seconds, self.memory = name, [], 0
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1', **environment}
         command = [python, str(HERE / script), *arguments]
         pipe, self.complaints = subprocess.PIPE, tempfile.TemporaryFile('w+')
@@ -64,12 +74,12 @@ class Arm:
         return self.facts
 
     def ask(self, calls: int) -> list[float]:
-        """Time `calls` calls now; their seconds, which are kept too."""
+        """Time `calls` calls now; their seconds. CPU seconds per call are kept."""
         self.ready()
         self.process.stdin.write(f'{calls}\n')
         self.process.stdin.flush()
         answer = self._answer()
-        self.seconds += answer['seconds']
+        self.processor_seconds.append(answer['processor_seconds'])
         self.memory = answer['memory']
         return answer['seconds']
 

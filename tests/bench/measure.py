@@ -51,7 +51,7 @@ def interleave(arms: list[arm.Arm], rounds: int = ROUNDS, calls: int = 1) -> dic
     for side in arms:
         side.ready()
         side.ask(1)
-        side.seconds.clear()
+        side.processor_seconds.clear()
     seconds = {side.name: [] for side in arms}
     for i in range(rounds):
         for side in arms if i % 2 == 0 else arms[::-1]:
@@ -69,6 +69,7 @@ def facts_of(side: arm.Arm, seconds: list[float]) -> dict:
     facts = dict(side.ready())
     facts = {k: float(f'{v:.5g}') if isinstance(v, float) else v for k, v in facts.items()}
     facts |= {'seconds': spread(seconds), 'peak_memory': side.memory}
+    facts['processor_seconds'] = spread(side.processor_seconds)
     for work in ('tokens', 'flops'):
         if work in facts:
             facts[f'{work}_per_second'] = spread(facts[work] / s for s in seconds)

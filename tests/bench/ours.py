@@ -28,7 +28,8 @@ def recipe(shape: str):
 
     if shape != 'marin':
         return rungs.rung(shape).recipe
-    return dataclasses.replace(rungs.rung('desk-128').recipe, spec=spec.ModelSpec(**SPEC), batch=8)
+    shape, batch, base = spec.ModelSpec(**SPEC), 8, rungs.rung('desk-128').recipe
+    return dataclasses.replace(base, spec=shape, batch=batch, tokens=base.steps * batch * shape.sequence)
 
 
 def batch(recipe):

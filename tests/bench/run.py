@@ -122,7 +122,10 @@ def show(path: Path) -> None:
     for name, side in record.get('sides', {}).items():
         rate = side.get('tokens_per_second') or {k: v / GIGA for k, v in side['flops_per_second'].items()}
         unit = 'tokens/s' if 'tokens_per_second' in side else 'GFLOP/s'
-        print(f'  {name:36} {rate["median"]:12,.0f} {unit} ({rate["min"]:,.0f} to {rate["max"]:,.0f})')
+        spent = side['processor_seconds']['median']
+        print(
+            f'  {name:36} {rate["median"]:12,.0f} {unit} ({rate["min"]:,.0f} to {rate["max"]:,.0f}), CPU {spent:.3g} s'
+        )
     for name, r in record.get('ratios', {}).items():
         goal = f', goal {r["goal"]:g}' if r['goal'] else ''
         print(f'  against {name:36} {r["median"]:.2f}x ({r["min"]:.2f} to {r["max"]:.2f}){goal}')
