@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import UsageError, unknown
-from .norms import plain_norm
+from .norms import keep, linear, plain_norm
 
 
 # %% ../../../nbs/model/02_attention.ipynb #cbd830fb
@@ -194,7 +194,7 @@ def _attend_forward(q, k, v, segments, window, block):
     K = k.shape[2]
     blocks = [_to_blocks(a, K, block) for a in (q, k, v)]
     blocks.append(segments.reshape(segments.shape[0], -1, block).swapaxes(0, 1))
-    out, lse = _forward(*blocks, window)
+    out, lse = keep(_forward(*blocks, window))
     return _from_blocks(out.astype(q.dtype), block), (*blocks, window, out, lse)
 
 
@@ -240,7 +240,7 @@ def head_gate(
     y: Float[Array, 'B S H h'], x: Float[Array, 'B S D'], weight: Float[Array, 'D H']
 ) -> Float[Array, 'B S H h']:
     """Each head times `2 sigmoid(x . weight)`, the sigmoid in float32."""
-    return (y * 2 * jax.nn.sigmoid((x @ weight).astype(jnp.float32))[..., None]).astype(y.dtype)
+    return (y * 2 * jax.nn.sigmoid(linear(x, weight).astype(jnp.float32))[..., None]).astype(y.dtype)
 
 
 # %% ../../../nbs/model/02_attention.ipynb #be8c46a4
@@ -266,11 +266,11 @@ def attention(
     """One attention layer of a `ModelSpec` on the normalised input; `is_global` may be traced. Source: marin #8435."""
     B, S, _ = x.shape
     heads = lambda a: a.reshape(B, S, -1, spec.head_dim)
-    q, k, v = heads(x @ w.query), x @ w.key, heads(x @ w.value)
+    q, k, v = heads(linear(x, w.query)), linear(x, w.key), heads(linear(x, w.value))
     k = heads(k if w.taps is None else short_conv(k, w.taps, segments))
     k, v = (used_heads(a, is_global, spec.kv_heads_global) for a in (k, v))
     angles = rope_angles(S, spec.head_dim, spec.rope_theta, spec.rope_fraction) * jnp.where(is_global, 0.0, 1.0)
     q, k = (rotate(plain_norm(a, spec.qk_eps), angles, spec.rope_pairing) for a in (q, k))
     y = attend(q * spec.qk_multiplier, k, v, segments, jnp.where(is_global, S, spec.window), block)
     y = head_gate(exclude_self(y, v), x, w.gate)
-    return y.reshape(B, S, -1) @ w.output
+    return linear(y.reshape(B, S, -1), w.output)

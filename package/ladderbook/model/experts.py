@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .norms import rms_norm
+from .norms import keep, linear, rms_norm
 from .routing import expert_load, next_bias, route, router_entropy
 
 
@@ -89,7 +89,7 @@ def _rows(experts, valid, load, first_row, end_row, rows: int) -> Rows:
     place = jnp.where((expert < E) & (place < end_row.at[expert].get(mode='clip')), place, rows)
     token = jnp.zeros(rows, jnp.int32).at[place].set(order // k, mode='drop')
     row = jnp.zeros(T * k, jnp.int32).at[order].set(place, unique_indices=True).reshape(T, k)
-    return Rows(token, jnp.minimum(row, rows - 1), row < rows)
+    return keep(Rows(token, jnp.minimum(row, rows - 1), row < rows))
 
 
 # %% ../../../nbs/model/04_experts.ipynb #20ba6e15
@@ -179,8 +179,8 @@ class Telemetry(NamedTuple):
 def shared_experts(x: Float[Array, 'T D'], gate, up, down) -> Float[Array, 'T D']:
     """The sum of n SwiGLUs of inner width I, as one of width n I."""
     side_by_side = lambda a: a.transpose(1, 0, 2).reshape(x.shape[1], -1)
-    inner = jax.nn.silu(x @ side_by_side(gate)) * (x @ side_by_side(up))
-    return inner @ down.reshape(-1, x.shape[1])
+    inner = jax.nn.silu(linear(x, side_by_side(gate))) * linear(x, side_by_side(up))
+    return linear(inner, down.reshape(-1, x.shape[1]))
 
 
 def _routed(h, routes, valid, load, w: ExpertWeights, spec, dropless: bool):
@@ -205,12 +205,12 @@ def moe(
 
     Router logits are computed in `spec.router_dtype` and taken to float32.
     """
-    logits = (x.astype(spec.router_dtype) @ w.router.astype(spec.router_dtype)).astype(jnp.float32)
+    logits = linear(x.astype(spec.router_dtype), w.router.astype(spec.router_dtype)).astype(jnp.float32)
     routes = route(logits, bias, valid, spec.top_k, spec.combine_sum)
     load = expert_load(routes.experts, valid, spec.experts)
-    h = rms_norm(x @ w.down, w.gain, spec.norm_eps)
+    h = rms_norm(linear(x, w.down), w.gain, spec.norm_eps)
     experts = ExpertWeights(w.expert_gate, w.expert_up, w.expert_down)
     y, dropped = _routed(h, routes, valid, load, experts, spec, dropless)
     new = next_bias(logits, routes.threshold, bias, valid, spec.top_k)
     told = Telemetry(load, dropped, new, router_entropy(logits, valid))
-    return y @ w.up + shared_experts(x, w.shared_gate, w.shared_up, w.shared_down), jax.lax.stop_gradient(told)
+    return linear(y, w.up) + shared_experts(x, w.shared_gate, w.shared_up, w.shared_down), jax.lax.stop_gradient(told)

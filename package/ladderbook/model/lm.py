@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import UsageError, unknown
 from .attention import AttentionWeights, attention, short_conv
 from .experts import MoEWeights, Telemetry, moe
-from .norms import gated_norm, rms_norm
+from .norms import KEPT, gated_norm, rms_norm
 from ..recipe.spec import HERO, ModelSpec
 
 # %% ../../../nbs/model/05_lm.ipynb #f448bfd5
@@ -235,7 +235,8 @@ DTYPES = ('float32', 'bfloat16')
 @dataclass(frozen=True, slots=True)
 class Compute:
     """How a model is run, static for the compiler: dtype of the matrix products and of the residual stream, dropless
-    experts or capacity buffers, whether blocks are computed again in the backward pass, and the attention block."""
+    experts or capacity buffers, whether the backward pass computes blocks again as a whole (`remat`) or all but attention
+    and routing, and the attention block."""
 
     dtype: str = 'float32'
     dropless: bool = False
@@ -303,6 +304,7 @@ def hidden(
         state, is_global = of_layer
         return block(nnx.merge(graph, state), x, segments, is_global, spec, compute)
 
+    policy = None if compute.remat else jax.checkpoint_policies.save_only_these_names(KEPT)
     flags = jnp.asarray([spec.is_global(i) for i in range(spec.layers)])
-    x, told = jax.lax.scan(jax.checkpoint(layer) if compute.remat else layer, x, (stack, flags))
+    x, told = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, (stack, flags))
     return _norm(x, model.final_norm, spec.norm_eps, compute.dtype), told

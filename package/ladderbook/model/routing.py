@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from .norms import keep
+
 
 # %% ../../../nbs/model/03_routing.ipynb #ab17cf86
 class Routes(NamedTuple):
@@ -21,6 +23,11 @@ class Routes(NamedTuple):
     experts: Int[Array, 'T k']
     weights: Float[Array, 'T k']
     threshold: Float[Array, ' T']
+
+
+def _top(x, count: int):
+    "The `count` largest of each row; the barrier keeps XLA from taking a slice of it for a reason to sort whole rows."
+    return lax.optimization_barrier(lax.top_k(x, count))
 
 
 def route(
@@ -35,8 +42,8 @@ def route(
     The bias gets no gradient. The sum has 1e-9 added (marin #8435).
     """
     logits = logits.astype(jnp.float32)
-    biased, experts = lax.top_k(lax.stop_gradient(logits + bias), top_k + 1)
-    experts = experts[:, :top_k]
+    biased, experts = _top(lax.stop_gradient(logits + bias), top_k + 1)
+    experts = keep(experts[:, :top_k])
     weights = jax.nn.sigmoid(jnp.take_along_axis(logits, experts, axis=1))
     weights = weights * (combine_sum / (weights.sum(-1, keepdims=True) + 1e-9))
     return Routes(experts, jnp.where(valid[:, None], weights, 0), biased[:, top_k])
@@ -92,7 +99,7 @@ def quantile_bias(
     A batch of padding alone leaves `bias` as it is. No gradient flows.
     """
     logits = lax.stop_gradient(logits.astype(jnp.float32))
-    threshold = lax.top_k(logits + bias, top_k + 1)[0][:, top_k]
+    threshold = _top(logits + bias, top_k + 1)[0][:, top_k]
     return next_bias(logits, threshold, bias, valid, top_k, bins, axis_name)
 
 
