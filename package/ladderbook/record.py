@@ -311,7 +311,7 @@ class Comparison:
         if self.verdict == 'equal':
             return f'equal to the bit over {self.steps} logged lines'
         where = f'from step {self.step} in {self.field}: {self.values[0]} and {self.values[1]}'
-        gap = 'no final loss to compare' if self.gap is None else f'final loss {self.gap:+.4f} nats'
+        gap = 'no final loss to compare' if self.gap is None else f'final loss {self.gap:+.3g} nats'
         if self.verdict == 'within noise':
             return f'within the stated noise of {self.noise:g} nats ({gap}); they differ {where}'
         return f'differ {where}; {gap}, stated noise {self.noise:g}'

@@ -213,7 +213,7 @@ class Progress:
         self.path, self.steps, self.clock = path, steps, clock
         self.stream = stream or sys.stderr
         self.offset = path.stat().st_size if path.exists() else 0
-        self.first, self.said, self.bar = None, clock(), None
+        self.first, self.last, self.said, self.bar = None, None, clock(), None
         if self.stream.isatty():
             self.bar = tqdm(total=steps or None, unit='step', file=self.stream, dynamic_ncols=True, leave=False)
 
@@ -234,15 +234,15 @@ class Progress:
 
     def update(self) -> None:
         """Read what is new and show it."""
-        for event in self._new()[-1:]:
-            now = self.clock()
-            self.first = self.first or (event['step'], now)
+        now, news = self.clock(), self._new()[-1:]
+        for event in news:
+            self.first, self.last = self.first or (event['step'], now), event
             if self.bar is not None:
                 self.bar.n = event['step']
                 self.bar.set_postfix_str(f'loss {event["loss"]:.3f}')
-            elif now - self.said >= EVERY:
-                self.said = now
-                print(self._line(event, now), file=self.stream, flush=True)
+        if self.bar is None and now - self.said >= EVERY:
+            self.said = now
+            print(self._line(self.last, now) if self.last else 'no step yet: compiling', file=self.stream, flush=True)
 
     def _line(self, event: dict, now: float) -> str:
         taken, since = event['step'] - self.first[0], now - self.first[1]
