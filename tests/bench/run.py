@@ -17,7 +17,7 @@ import replay
 from arm import HERE, Arm
 from ladderbook.files import read_json
 
-RUNGS = ('desk-64', 'desk-128')
+RUNGS = ['desk-64', 'desk-128']
 FORCED = '--xla_force_host_platform_device_count=8'
 GIGA = 1e9
 
@@ -35,8 +35,8 @@ def sides(question: str, name: str, arms: list[Arm], given, pairs: dict, calls: 
 
 def step(given) -> Path:
     """Capacity buffers with batched matmul against `jax.lax.ragged_dot` in the same model."""
-    arms = [Arm(f'{r}, {e}', 'ours.py', [r, '--experts', e]) for r in RUNGS for e in ('capacity', 'ragged')]
-    pairs = {r: (f'{r}, capacity', f'{r}, ragged', 8.0) for r in RUNGS}
+    arms = [Arm(f'{r}, {e}', 'ours.py', [r, '--experts', e]) for r in given.rungs for e in ('capacity', 'ragged')]
+    pairs = {r: (f'{r}, capacity', f'{r}, ragged', 8.0) for r in given.rungs}
     return sides('How much faster is a training step than with ragged_dot?', 'step', arms, given, pairs)
 
 
@@ -74,20 +74,22 @@ def marin(given) -> Path:
 def matmul(given) -> Path:
     """Model FLOPs of a step per second against the best that matrix products reach on this machine."""
     arms = [Arm(f'matmul {n}', 'matmul.py', [str(n)]) for n in (1024, 2048)]
-    arms += [Arm(r, 'ours.py', [r]) for r in RUNGS]
+    arms += [Arm(r, 'ours.py', [r]) for r in given.rungs]
     path = sides("How much of the machine's arithmetic does a step use?", 'matmul', arms, given, {}, calls=3)
     record = read_json(path, measure.SCHEMA)
     best = max(record['sides'][f'matmul {n}']['flops_per_second']['max'] for n in (1024, 2048))
-    share = {r: {k: v / best for k, v in record['sides'][r]['flops_per_second'].items() if k != 'n'} for r in RUNGS}
+    share = {r: {k: round(v / best, 4) for k, v in record['sides'][r]['flops_per_second'].items()} for r in given.rungs}
+    for r in given.rungs:
+        share[r]['n'] = given.rounds
     more = {k: v for k, v in record.items() if k not in ('schema', 'version')}
-    more |= {'peak_flops_per_second': best, 'share_of_peak': {r: measure.spread(s.values()) for r, s in share.items()}}
+    more |= {'peak_flops_per_second': best, 'share_of_peak': share}
     return measure.write(more.pop('name'), more.pop('question'), more.pop('rounds'), **more)
 
 
 def profile(given) -> Path:
     """Where the time of a step goes, by the module that asked for it."""
     found = {}
-    for r in RUNGS:
+    for r in given.rungs:
         command = [sys.executable, str(HERE / 'hotspots.py'), r, '--steps', str(given.rounds)]
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, env={**os.environ, 'JAX_PLATFORMS': 'cpu'}
@@ -139,6 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('names', nargs='*', help=f'which of {", ".join(BENCHMARKS)}; none: all')
     parser.add_argument('--rounds', type=int, default=measure.ROUNDS, help='rounds of each side, %(default)s')
     parser.add_argument('--peer-python', help="a Python 3.12 to make the peer's environment with")
+    parser.add_argument('--rungs', nargs='+', default=RUNGS, help='rungs whose step is measured, %(default)s')
     parser.add_argument('--rung', help='the rung that replay trains; none: the default of settings.ini')
     given = parser.parse_args(argv)
     if strange := [n for n in given.names if n not in BENCHMARKS]:
