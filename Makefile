@@ -4,7 +4,7 @@
 
 FOUND := $(shell sh tools/python.sh $(PYTHON))
 ifeq ($(FOUND),)
-$(error no working Python >= 3.11 and < 3.14 found; install one, or name it: make replay PYTHON=/path/to/python3)
+$(error no working Python >= 3.11 and < 3.14 found$(if $(PYTHON), at $(PYTHON)); install one, or name it: make replay PYTHON=/path/to/python3)
 endif
 ENV := $(FOUND) tools/environment.py
 BIN := $(shell $(ENV) path)/bin

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
 import zipfile
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import yaml
 
@@ -180,6 +182,15 @@ def test_python_is_found_past_a_shim_that_fails(tmp_path):
     found = run('sh', TOOLS / 'python.sh', PATH=f'{tmp_path}:{os.environ["PATH"]}')
     assert found.returncode == 0
     assert Path(found.stdout.strip()).samefile(sys.executable)
+
+
+def test_a_python_named_is_that_one_or_none(tmp_path):
+    (tmp_path / 'python3').write_text('#!/bin/sh\nexit 1\n')
+    (tmp_path / 'python3').chmod(0o755)
+    assert Path(run('sh', TOOLS / 'python.sh', sys.executable).stdout.strip()).samefile(sys.executable)
+    assert run('sh', TOOLS / 'python.sh', tmp_path / 'python3').returncode == 1
+    done = run('make', 'help', f'PYTHON={tmp_path}/python3')
+    assert done.returncode == 2 and f'found at {tmp_path}/python3' in done.stderr
 
 
 def test_no_python_is_said_plainly(tmp_path):
@@ -392,6 +403,15 @@ def test_a_notebook_fails_by_its_fault(tmp_path, cell, word):
     done = run(sys.executable, TOOLS / 'check_notebook.py', 'nbs/x.ipynb', cwd=tmp_path)
     assert done.returncode == 1
     assert word in done.stderr
+
+
+def test_types_and_warnings_of_the_package_are_checked_here_too():
+    from ladderbook.files import sha256_bytes
+
+    with pytest.raises(jaxtyping.TypeCheckError):
+        sha256_bytes('text')
+    with pytest.raises(UserWarning, match='careless'):
+        warnings.warn_explicit('careless', UserWarning, 'files.py', 1, module='ladderbook.files')
 
 
 # --- packaging

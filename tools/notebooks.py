@@ -54,6 +54,12 @@ def export():
 def edit(name):
     "Write the notebook as py:percent text to the git-ignored folder `.text/`."
     nb, text = resolve(name)
+    if not nb.is_file():
+        sys.exit(f'{nb.relative_to(ROOT)} does not exist; write {text.relative_to(ROOT)} and fold it')
+    if text.exists() and text.stat().st_mtime > nb.stat().st_mtime + 60:
+        sys.exit(
+            f'{text.relative_to(ROOT)} is newer than its notebook; fold it, or remove it to start from the notebook'
+        )
     text.parent.mkdir(parents=True, exist_ok=True)
     run(BIN / 'jupytext', '--quiet', '--to', 'py:percent', nb, '-o', text)
     print(f'edit {text.relative_to(ROOT)}, then: make fold NB={nb.relative_to(NBS).with_suffix("")}')
@@ -62,6 +68,8 @@ def edit(name):
 def to_notebook(name):
     "Text to notebook; an existing notebook keeps its cell ids and tags."
     nb, text = resolve(name)
+    if not text.is_file():
+        sys.exit(f'{text.relative_to(ROOT)} does not exist; write it, or start with: make edit NB={name}')
     nb.parent.mkdir(parents=True, exist_ok=True)
     how = ['--update'] if nb.exists() else ['--set-kernel', 'python3']
     run(BIN / 'jupytext', '--quiet', '--to', 'ipynb', *how, text, '-o', nb)
