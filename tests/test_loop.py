@@ -116,7 +116,7 @@ def test_another_vocabulary_is_refused(text, tmp_path):
 
 def test_every_layer_s_experts_are_trained(whole):
     _, result = whole
-    fresh = step.initial_state(step.compiled(MICRO.recipe, loop.lm.Compute(), 'float32', True)[0], 0)
+    fresh = step.initial_state(step.compiled(MICRO.recipe)[0], 0)
     names = checkpoint.names(fresh.params)
     for name, a, b in zip(
         names, loop.jax.tree.leaves(fresh.params), loop.jax.tree.leaves(result.state.params), strict=True

@@ -52,7 +52,8 @@ def program(given):
     if given.experts == 'ragged':
         ragged.install()
     what = recipe(given.shape)
-    program = step.program(what, lm.Compute(dropless=given.experts == 'dropless'))
+    how = dataclasses.replace(step.DESK, compute=lm.Compute(dropless=given.experts == 'dropless'))
+    program = step.program(what, how)
     return dataclasses.replace(program, optimiser=optax.adam(1e-3)) if given.adam else program
 
 

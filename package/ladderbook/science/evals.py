@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..data.loader import heldout
 from ..data.tokens import Corpus
@@ -59,7 +59,7 @@ def row_nats(graph: nnx.GraphDef, compute: lm.Compute, params: PyTree, bias: PyT
     model = nnx.merge(graph, params, bias)
     hidden, _ = lm.hidden(model, batch['tokens'], batch['segments'], compute)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    nats = token_losses(flat, model.head[...].astype(flat.dtype), batch['targets'].reshape(-1))
+    nats = token_losses(flat, model.head[...].astype(flat.dtype), batch['targets'].reshape(-1), rows=512)
     return jnp.sum(nats.reshape(batch['targets'].shape) * batch['weights'], axis=1)
 
 

@@ -36,11 +36,10 @@ from jaxtyping import PyTree
 from ..data.loader import batches
 from ..data.tokens import Corpus
 from ..errors import UsageError
-from ..model import lm
 from ..recipe.rungs import Rung
 from . import checkpoint, events, guards
 from .schedule import schedule
-from .step import Metrics, Program, TrainState, compiled, initial_state
+from .step import DESK, Execution, Metrics, Program, TrainState, compiled, initial_state
 
 # %% ../../../nbs/train/08_loop.ipynb #6fd7cb61
 EVAL_ROWS = 16  # rows per domain at each tenth of a run: about a second on 2 cores at width 64
@@ -200,9 +199,7 @@ def train(
     seed: int = 0,
     evaluate_with: Evaluate | None = None,
     stop_after: int = 0,
-    compute: lm.Compute | None = None,
-    ns_dtype: str = 'float32',
-    balance: bool = True,
+    execution: Execution = DESK,
 ) -> Result:
     """Train `rung` on `corpus` in `folder`, going on from its newest checkpoint; `stop_after` ends it early.
 
@@ -212,8 +209,7 @@ def train(
         raise UsageError(
             f'{rung.name} has {rung.recipe.spec.vocab} vocabulary entries; {corpus.name} has {corpus.vocab}'
         )
-    machinery = compiled(rung.recipe, compute or lm.Compute(), ns_dtype, balance)
-    run = Run(rung, *machinery, corpus, folder, seed, evaluate_with)
+    run = Run(rung, *compiled(rung.recipe, execution), corpus, folder, seed, evaluate_with)
     state = start(run)
     first, recipe = int(state.step), rung.recipe
     until = min(stop_after or recipe.steps, recipe.steps)

@@ -4,8 +4,10 @@
 
 # %% auto #0
 __all__ = [
+    'DESK',
     'TrainState',
     'Metrics',
+    'Execution',
     'Program',
     'split',
     'program',
@@ -62,16 +64,34 @@ class Metrics(NamedTuple):
 
 # %% ../../../nbs/train/04_step.ipynb #cdbe78dc
 @dataclass(frozen=True, slots=True)
+class Execution:
+    """How a recipe is carried out on given hardware, without changing what it computes beyond rounding.
+
+    `ns_dtype`: Newton-Schulz in bfloat16 (the published way) or float32, which two CPU cores do faster; `ns_block`:
+    bytes of matrices straightened at a time, and `loss_rows`: tokens whose logits exist at a time, both None for all.
+    `balance=False` keeps the router biases at zero, for comparison only.
+    """
+
+    compute: lm.Compute = lm.Compute()
+    ns_dtype: str = 'bfloat16'
+    ns_block: int | None = None
+    loss_rows: int | None = None
+    balance: bool = True
+
+
+DESK = Execution(ns_dtype='float32', ns_block=160_000, loss_rows=512)  # blocks that fit a core's second-level cache
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The constant side of a run: model structure, optimiser, and the name and group of each parameter array."""
 
     recipe: Recipe
-    compute: lm.Compute
+    execution: Execution
     graph: nnx.GraphDef
     optimiser: optax.GradientTransformation
     names: tuple[str, ...]
     groups: tuple[str, ...]
-    balance: bool
 
 
 def split(spec: ModelSpec, key) -> tuple[nnx.GraphDef, PyTree, PyTree]:
@@ -79,12 +99,12 @@ def split(spec: ModelSpec, key) -> tuple[nnx.GraphDef, PyTree, PyTree]:
     return nnx.split(lm.LM(spec, nnx.Rngs(key)), nnx.Param, lm.RouterBias)
 
 
-def program(recipe: Recipe, compute: lm.Compute, ns_dtype: str = 'bfloat16', balance: bool = True) -> Program:
-    """The program of `recipe`; allocates no array. `balance=False` leaves the router biases at zero, for comparison."""
+def program(recipe: Recipe, execution: Execution = DESK) -> Program:
+    """The program of `recipe`; allocates no array."""
     graph, params, _ = nnx.split(nnx.eval_shape(lambda: lm.LM(recipe.spec, nnx.Rngs(0))), nnx.Param, lm.RouterBias)
     groups = lm.groups(params)
-    optimiser = optimizer(recipe, groups, ns_dtype)
-    return Program(recipe, compute, graph, optimiser, tuple(names(params)), tuple(jax.tree.leaves(groups)), balance)
+    optimiser = optimizer(recipe, groups, execution.ns_dtype, execution.ns_block)
+    return Program(recipe, execution, graph, optimiser, tuple(names(params)), tuple(jax.tree.leaves(groups)))
 
 
 def initial_state(p: Program, seed: int) -> TrainState:
@@ -101,13 +121,14 @@ def initial_state(p: Program, seed: int) -> TrainState:
 def loss(p: Program, params: PyTree, bias: PyTree, batch: dict) -> tuple[Float[Array, ''], tuple]:
     """Training loss of a batch, and (loss, z-loss, tokens, telemetry), losses in nats per weighted token."""
     model = nnx.merge(p.graph, params, bias)
-    hidden, telemetry = lm.hidden(model, batch['tokens'], batch['segments'], p.compute)
+    hidden, telemetry = lm.hidden(model, batch['tokens'], batch['segments'], p.execution.compute)
     sums = cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         model.head[...].astype(hidden.dtype),
         batch['targets'].reshape(-1),
         batch['weights'].reshape(-1),
         p.recipe.z_loss,
+        rows=p.execution.loss_rows,
     )
     total = jnp.maximum(sums[2], 1.0)
     return (sums[0] + sums[1]) / total, (sums[0] / total, sums[1] / total, sums[2], telemetry)
@@ -124,7 +145,7 @@ def take_step(p: Program, state: TrainState, batch: dict) -> tuple[TrainState, M
     (_, (nats, z, tokens, telemetry)), grads = grad_fn(state.params)
     updates, moments = p.optimiser.update(grads, state.moments, state.params)
     params = optax.apply_updates(state.params, updates)
-    new_bias = telemetry.next_bias if p.balance else jnp.zeros_like(telemetry.next_bias)
+    new_bias = telemetry.next_bias if p.execution.balance else jnp.zeros_like(telemetry.next_bias)
     bias = jax.tree.map(lambda b: new_bias.astype(b.dtype), state.bias)
     metrics = Metrics(nats, z, tokens, squares(grads), squares(updates), telemetry)
     return TrainState(state.step + 1, params, bias, moments), metrics
@@ -151,7 +172,7 @@ def compile_step(p: Program) -> Callable[[TrainState, dict], tuple[TrainState, M
 
 
 @lru_cache(maxsize=8)
-def compiled(recipe: Recipe, compute: lm.Compute, ns_dtype: str, balance: bool) -> tuple[Program, Callable]:
+def compiled(recipe: Recipe, execution: Execution = DESK) -> tuple[Program, Callable]:
     """The program and its executable; runs of one process that differ only in seed or corpus share them."""
-    p = program(recipe, compute, ns_dtype, balance)
+    p = program(recipe, execution)
     return p, compile_step(p)
