@@ -7,7 +7,14 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-BUNDLE = ('settings.ini', 'nbs/rungs', 'artifacts/published', 'containers/locks', 'tests/data/tiny')
+BUNDLE = (
+    'settings.ini',
+    'nbs/rungs',
+    'artifacts/published',
+    'artifacts/provenance',
+    'containers/locks',
+    'tests/data/tiny',
+)
 
 
 class BuildWithBundle(build_py):

@@ -447,6 +447,15 @@ def test_wheel_carries_the_package_and_the_bundle(wheel):
     assert 'ladderbook = ladderbook.cli:main' in text
 
 
+def test_whatever_the_package_asks_of_the_bundle_is_in_the_wheel(wheel):
+    text = '\n'.join(p.read_text() for p in (ROOT / 'package').rglob('*.py'))
+    parts = {tuple(re.findall(r"'([^']*)'", args)) for args in re.findall(r"bundled\(((?:'[^']*'(?:, )?)+)", text)}
+    assert {p[0] for p in parts} >= {'settings.ini', 'containers', 'nbs'}
+    names = zipfile.ZipFile(wheel).namelist()
+    for path in parts:
+        assert any(f'{n}/'.startswith(f'ladderbook/_bundle/{"/".join(path)}/') for n in names), path
+
+
 def test_wheel_works_from_an_empty_folder(wheel, tmp_path):
     site, empty = tmp_path / 'site', tmp_path / 'empty'
     zipfile.ZipFile(wheel).extractall(site)
