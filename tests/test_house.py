@@ -209,10 +209,21 @@ def test_environment_is_out_of_step_when_the_lock_changes(tmp_path, monkeypatch)
         (tmp_path / f'{name}.lock').write_text('a==1 --hash=sha256:0\n')
     (tmp_path / 'ladderbook.json').write_text(json.dumps(environment.wanted('dev')))
     assert environment.ready(tmp_path, 'dev')
-    assert environment.ready(tmp_path, 'train'), 'dev holds everything of train'
     (tmp_path / 'dev.lock').write_text('a==2 --hash=sha256:0\n')
     assert not environment.ready(tmp_path, 'dev')
-    assert not environment.ready(tmp_path, 'train')
+
+
+def test_environment_with_the_tests_keeps_them_when_only_training_is_asked_for(tmp_path):
+    environment = tool('environment')
+    assert environment.rather(tmp_path, 'train') == 'train'
+    for lock, asked, used in (
+        ('dev', 'train', 'dev'),
+        ('dev', 'dev', 'dev'),
+        ('train', 'train', 'train'),
+        ('train', 'dev', 'dev'),
+    ):
+        (tmp_path / 'ladderbook.json').write_text(json.dumps({'lock': lock}))
+        assert environment.rather(tmp_path, asked) == used
 
 
 # --- the folder for a machine without a network

@@ -59,15 +59,22 @@ def wanted(name):
     }
 
 
-def ready(folder, name):
-    "True when the environment is in step with the lock (`dev` holds everything of `train`) and its Python still runs."
+def stamp_of(folder):
+    "What the environment was last made from; nothing when it was never finished."
     try:
-        stamp = json.loads((folder / 'ladderbook.json').read_text(encoding='utf-8'))
+        return json.loads((folder / 'ladderbook.json').read_text(encoding='utf-8'))
     except (OSError, ValueError):
-        return False
-    if name == 'train' and stamp.get('lock') == 'dev':
-        name = 'dev'
-    return stamp == wanted(name) and works(folder)
+        return {}
+
+
+def rather(folder, name):
+    "The lock to use when `name` is asked for: an environment that holds `dev` keeps it, `train` is a part of it."
+    return 'dev' if stamp_of(folder).get('lock') == 'dev' else name
+
+
+def ready(folder, name):
+    "True when the environment is in step with lock `name` and its Python still runs."
+    return stamp_of(folder) == wanted(name) and works(folder)
 
 
 def works(folder):
@@ -105,7 +112,7 @@ def make(folder, name, offline):
     source = ['--no-index', '--find-links', str(Path(offline) / 'wheels')] if offline else []
     if not works(folder):
         venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(folder)
-    (folder / 'ladderbook.json').unlink(missing_ok=True)
+    (folder / 'ladderbook.json').write_text(json.dumps({'lock': name}), encoding='utf-8')
     pip(folder, 'install', '--no-deps', '--require-hashes', *source, '-r', lock, offline=offline)
     if gone := extras(folder, lock):
         pip(folder, 'uninstall', '--yes', *gone)
@@ -130,7 +137,8 @@ def main():
     (ROOT / '.cache').mkdir(exist_ok=True)
     with open(ROOT / '.cache' / 'environment.lock', 'w') as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        if ready(folder, a.lock):
+        name = rather(folder, a.lock)
+        if ready(folder, name):
             return None
         if not folder.exists() and (free := shutil.disk_usage(ROOT).free) < DISK:
             print(f'the environment needs {DISK / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free', file=sys.stderr)
@@ -140,9 +148,9 @@ def main():
             from offline import verify
 
             verify(a.offline)
-        print(f'making {folder} from containers/locks/{a.lock}.lock (about a minute) ...', flush=True)
+        print(f'making {folder} from containers/locks/{name}.lock (about a minute) ...', flush=True)
         start = time.monotonic()
-        make(folder, a.lock, a.offline)
+        make(folder, name, a.offline)
         print(f'{folder} is ready, {time.monotonic() - start:.0f} s', flush=True)
 
 
