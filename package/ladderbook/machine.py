@@ -9,7 +9,7 @@ __all__ = ['GB', 'Machine', 'cpu_set', 'this_machine', 'available_memory', 'free
 import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
