@@ -7,7 +7,10 @@ __all__ = ['names', 'flat', 'save', 'steps', 'prune', 'verify', 'restore', 'read
 
 # %% ../../../nbs/train/06_checkpoint.ipynb #bb466350
 import hashlib
+import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -33,8 +36,16 @@ def flat(tree: PyTree) -> dict:
 
 
 # %% ../../../nbs/train/06_checkpoint.ipynb #bd27e6a0
-def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True))
+@contextmanager
+def _checkpointer() -> Iterator[ocp.Checkpointer]:
+    log = logging.getLogger('absl')  # orbax remarks on every array whose layer is under a megabyte: all of ours
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)) as c:
+            yield c
+    finally:
+        log.setLevel(level)
 
 
 def _save_args(name: str, x) -> ocp.SaveArgs:
