@@ -36,6 +36,7 @@ from jaxtyping import PyTree
 from ..data.loader import batches
 from ..data.tokens import Corpus
 from ..errors import UsageError
+from ..model.experts import capacity
 from ..recipe.rungs import Rung
 from . import checkpoint, events, guards
 from .schedule import schedule
@@ -97,7 +98,8 @@ def group_norms(groups: tuple[str, ...], squares: np.ndarray) -> dict[str, np.fl
 
 def line(p: Program, step: int, metrics: Metrics, rate: float) -> dict:
     """The event of one step, from metrics already on the host."""
-    t = metrics.telemetry
+    t, s = metrics.telemetry, p.recipe.spec
+    size = capacity(p.recipe.tokens_per_step, s.experts, s.top_k, s.capacity_factor)
     return {
         'step': step,
         'loss': metrics.loss,
@@ -108,6 +110,7 @@ def line(p: Program, step: int, metrics: Metrics, rate: float) -> dict:
         'update_norm': group_norms(p.groups, metrics.update_squares),
         'router_entropy': t.entropy,
         'load_max': t.load.max(-1) / np.maximum(t.load.mean(-1, dtype=np.float32), 1e-9).astype(np.float32),
+        'over_capacity': np.maximum(t.load - size, 0).sum(-1),
         'dropped': t.dropped,
     }
 
