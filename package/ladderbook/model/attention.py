@@ -11,7 +11,6 @@ __all__ = [
     'visible',
     'plain_attention',
     'first_block',
-    'end_block',
     'attend',
     'exclude_self',
     'head_gate',
@@ -120,11 +119,6 @@ def first_block(i, block: int, window):
     return jnp.maximum(0, i * block - window + 1) // block
 
 
-def end_block(j, block: int, window, blocks: int):
-    """One past the last query block that can see key block `j`: the one with token `j * block + block - 1 + window - 1`."""
-    return jnp.minimum(blocks, (j * block + block + window - 2) // block + 1)
-
-
 def _logits(q, k, seen, scale):
     "Scaled and masked logits [B K G*b t] in float32."
     s = jnp.einsum('bkqh,bkth->bkqt', q, k, preferred_element_type=jnp.float32) * scale
@@ -162,26 +156,27 @@ def _forward(q, k, v, segments, window):
 # %% ../../../nbs/model/02_attention.ipynb #42a4e956
 def _backward(q, k, v, segments, window, out, lse, d_out):
     "Gradients of queries, keys and values, laid out as they are."
-    n, block, scale = q.shape[0], segments.shape[-1], q.shape[-1] ** -0.5
-    delta = (out * d_out).sum(-1)
-    d_out = d_out.astype(v.dtype)
+    block, scale = segments.shape[-1], q.shape[-1] ** -0.5
+    delta, d_out = (out * d_out).sum(-1), d_out.astype(v.dtype)
+    q_turned, d_turned = q.swapaxes(-1, -2), d_out.swapaxes(-1, -2)
 
-    def key_block(dq, j):
-        def query_block(i, carry):
+    def query_block(of_keys, i):
+        def key_block(j, carry):
             dq, dk, dv = carry
             seen = visible(segments[i], segments[j], i * block, j * block, window)
             p = jnp.exp(_logits(q[i], k[j], seen, scale) - lse[i][..., None])
             ds = p * (_dot('bkqh,bkth->bkqt', d_out[i], v[j]) - delta[i][..., None]) * scale
-            dk = dk + _dot('bkqt,bkqh->bkth', ds, q[i])
-            dv = dv + _dot('bkqt,bkqh->bkth', p, d_out[i])
-            return dq.at[i].add(_dot('bkqt,bkth->bkqh', ds, k[j])), dk, dv
+            dv = dv.at[j].add(_dot('bkqt,bkhq->bkht', p, d_turned[i]))
+            dk = dk.at[j].add(_dot('bkqt,bkhq->bkht', ds, q_turned[i]))
+            return dq + _dot('bkqt,bkth->bkqh', ds, k[j]), dk, dv
 
-        zero = jnp.zeros(k.shape[1:], jnp.float32)
-        dq, dk, dv = lax.fori_loop(j, end_block(j, block, window, n), query_block, (dq, zero, zero))
-        return dq, (dk, dv)
+        start = jnp.zeros(q.shape[1:], jnp.float32), *of_keys
+        dq, *of_keys = lax.fori_loop(first_block(i, block, window), i + 1, key_block, start)
+        return tuple(of_keys), dq
 
-    dq, (dk, dv) = lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(n))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    zero = jnp.zeros(k.swapaxes(-1, -2).shape, jnp.float32)
+    (dk, dv), dq = lax.scan(query_block, (zero, zero), jnp.arange(q.shape[0]))
+    return dq.astype(q.dtype), dk.swapaxes(-1, -2).astype(k.dtype), dv.swapaxes(-1, -2).astype(v.dtype)
 
 
 # %% ../../../nbs/model/02_attention.ipynb #ed2e73ed

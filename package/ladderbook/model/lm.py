@@ -213,7 +213,7 @@ def _path(keys) -> str:
     return '.'.join(str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey))
 
 
-def groups(params) -> nnx.State:
+def groups(params):
     """The optimiser group of every parameter, as a tree like `params` (an `nnx.State`); for `optax.partition`.
 
     Raises `UsageError` for a parameter that the table does not have.

@@ -26,8 +26,9 @@ class Routes(NamedTuple):
 
 
 def _top(x, count: int):
-    "The `count` largest of each row; the barrier keeps XLA from taking a slice of it for a reason to sort whole rows."
-    return lax.optimization_barrier(lax.top_k(x, count))
+    "The `count` largest of each row; barriers keep XLA from taking a slice of them for a reason to sort whole rows."
+    values, places = lax.top_k(x, count)
+    return lax.optimization_barrier(values), lax.optimization_barrier(places)
 
 
 def route(
