@@ -124,8 +124,8 @@ def capacity_experts(
 
 # %% ../../../nbs/model/04_experts.ipynb #f681455d
 def block_size(tokens: int, experts: int, top_k: int) -> int:
-    """Rows of a dropless block: the mean load of an expert, at least 1."""
-    return max(1, tokens * top_k // experts)
+    """Rows of a dropless block: half the mean load of an expert, at least 1."""
+    return max(1, tokens * top_k // (2 * experts))
 
 
 def dropless_rows(
