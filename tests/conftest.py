@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ladderbook.settings import load
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ['test_house', 'test_recipe', 'test_data', 'test_model', 'test_optim', 'test_loop', 'test_replay', 'test_cli']
@@ -24,7 +25,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ.setdefault('OMP_NUM_THREADS', '2')
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '2')
 os.environ.setdefault('MPLBACKEND', 'agg')
-os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'compiled' / f'tests-{_kind_of_cpu()}'))
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(load().paths.cache / 'compiled' / f'tests-{_kind_of_cpu()}'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
 
 

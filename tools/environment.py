@@ -134,8 +134,9 @@ def main():
     folder = ROOT / setting('environments', 'train')
     if a.lock == 'path':
         return print(setting('environments', 'train'))
-    (ROOT / '.cache').mkdir(exist_ok=True)
-    with open(ROOT / '.cache' / 'environment.lock', 'w') as f:
+    cache = ROOT / setting('paths', 'cache')
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / 'environment.lock', 'w') as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         name = rather(folder, a.lock)
         if ready(folder, name):
