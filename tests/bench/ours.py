@@ -16,7 +16,9 @@ SPEC = {
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('shape', help="a rung of the ladder, or 'marin': the parts that the peer has, at its shape")
+    parser.add_argument(
+        'shape', help="a rung, a rung with other experts ('desk-64:384/8'), or 'marin': the peer's shape and parts"
+    )
     parser.add_argument('--experts', choices=['capacity', 'dropless', 'ragged'], default='capacity')
     parser.add_argument('--adam', action='store_true', help="optax's Adam for all parameters, not the recipe's groups")
     return parser.parse_args()
@@ -27,7 +29,10 @@ def recipe(shape: str):
     from ladderbook.recipe import rungs, spec
 
     if shape != 'marin':
-        return rungs.rung(shape).recipe
+        name, _, counts = shape.partition(':')
+        one = rungs.rung(name)
+        experts, _, chosen = counts.partition('/')
+        return (rungs.changed(one, experts=int(experts), top_k=int(chosen)) if counts else one).recipe
     shape, batch, base = spec.ModelSpec(**SPEC), 8, rungs.rung('desk-128').recipe
     return dataclasses.replace(base, spec=shape, batch=batch, tokens=base.steps * batch * shape.sequence)
 

@@ -17,7 +17,7 @@ import replay
 from arm import HERE, Arm
 from ladderbook.files import read_json
 
-RUNGS = ['desk-64', 'desk-128']
+RUNGS = ['desk-64', 'desk-128', 'desk-192', 'desk-64:384/8']  # the last: the recipe's own count of experts
 FORCED = '--xla_force_host_platform_device_count=8'
 GIGA = 1e9
 
