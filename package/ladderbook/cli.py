@@ -14,6 +14,7 @@ __all__ = [
     'data_verify',
     'data_rows',
     'replay',
+    'typed',
     'screen',
     'run_folder',
     'compare',
@@ -26,6 +27,7 @@ __all__ = [
 import argparse
 import json
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -207,27 +209,36 @@ def replay(args) -> tuple:
 
 
 # %% ../../nbs/90_cli.ipynb #c0662793
+def typed() -> str:
+    """The command as it can be typed here: its name where the shell finds it, else the path it was started by."""
+    found, started = shutil.which('ladderbook'), Path(sys.argv[0])
+    if started.name != 'ladderbook' or (found and Path(found).resolve() == started.resolve()):
+        return 'ladderbook'
+    return os.path.relpath(started)
+
+
 def _figures(metrics: dict) -> list[str]:
     found = metrics['evaluation']
+    over = max(metrics.get('over_capacity', [0]))
     domains = ', '.join(f'{d} {v["loss"]:.3f}' for d, v in found['domains'].items())
     return [
         f'held out     macro {found["macro"]:.4f} nats per token, micro {found["micro"]:.4f}; '
         f'{found["bits_per_byte"]:.4f} bits per byte',
         f'by domain    {domains}',
         f'training     {metrics["loss"]:.4f} nats per token over the last twentieth',
-        f'dropped      {100 * max(metrics["dropped"]):.2f}% of assignments in the worst layer',
+        f'dropped      {100 * max(metrics["dropped"]):.2f}% of assignments in the worst layer ({100 * over:.1f}% were over capacity)',
     ]
 
 
 def _next(s: dict) -> list[str]:
     if s['status'] == 'interrupted':
-        return [f'next         ladderbook replay {s["rung"]} --seed {s["seed"]}   (goes on after step {s["step"]})']
+        return [f'next         {typed()} replay {s["rung"]} --seed {s["seed"]}   (goes on after step {s["step"]})']
     if s['status'] != 'finished':
-        return ['next         ladderbook doctor; the notebook shows the cell that failed']
+        return [f'next         {typed()} doctor; the notebook shows the cell that failed']
     return [
         f'read it      {s["folder"]}/rung.ipynb',
-        f'next         ladderbook replay {s["rung"]} --seed {s["seed"] + 1} --yes',
-        f'             ladderbook compare {s["run"]} RUN',
+        f'next         {typed()} replay {s["rung"]} --seed {s["seed"] + 1} --yes',
+        f'             {typed()} compare {s["run"]} RUN',
     ]
 
 
