@@ -15,6 +15,7 @@ help: ## this list, and which Python was found
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 replay: train ## environment, corpus, smallest desk rung, summary   [RUNG=desk-64 SEED=0 OFFLINE=DIR]
+	@$(LADDERBOOK) plan $(RUNG) > /dev/null
 	@$(LADDERBOOK) data build $(if $(OFFLINE),--source-dir "$(OFFLINE)/sources")
 	@$(LADDERBOOK) replay $(RUNG) $(if $(SEED),--seed $(SEED)) --yes
 

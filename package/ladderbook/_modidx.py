@@ -10,6 +10,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'ladderbook.cli._data_verbs': ('cli.html#_data_verbs', 'ladderbook/cli.py'),
                                 'ladderbook.cli._figures': ('cli.html#_figures', 'ladderbook/cli.py'),
                                 'ladderbook.cli._next': ('cli.html#_next', 'ladderbook/cli.py'),
+                                'ladderbook.cli._options': ('cli.html#_options', 'ladderbook/cli.py'),
                                 'ladderbook.cli._plan_lines': ('cli.html#_plan_lines', 'ladderbook/cli.py'),
                                 'ladderbook.cli._replay_verb': ('cli.html#_replay_verb', 'ladderbook/cli.py'),
                                 'ladderbook.cli._verb': ('cli.html#_verb', 'ladderbook/cli.py'),

@@ -25,8 +25,10 @@ __all__ = [
 
 # %% ../../nbs/90_cli.ipynb #ce380cff
 import argparse
+import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import asdict
@@ -42,8 +44,9 @@ COSTLY = 5.0
 
 
 def say(line: str = '') -> None:
-    """One line for the person who watches."""
-    print(line, file=sys.stderr, flush=True)
+    """One line for the person who watches; nobody watching is no reason to stop a run."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def agree(reason: str, yes: bool) -> None:
@@ -163,8 +166,14 @@ def data_rows(args) -> tuple:
     ]
     digest = sha256_bytes(found['tokens'].astype('<i4').tobytes())
     value = {'corpus': corpus.name, 'seed': seed, 'step': args.step, 'sha256': digest, 'rows': rows}
-    lines = [f'step {args.step} of seed {seed} on {corpus.name}: {batch} rows of {sequence}, sha256 {digest[:12]}']
-    lines += [f'{n:>3}  {r["documents"]} documents  {" ".join(r["text"].split())[:90]}' for n, r in enumerate(rows)]
+    lines = [
+        f'{args.run or args.rung or settings.load().replay.rung}, step {args.step} of seed {seed} on {corpus.name}: {batch} rows of {sequence}, '
+        f'sha256 {digest[:12]}'
+    ]
+    lines += [
+        f'{n:>3}  {r["documents"]} documents or parts of them  {" ".join(r["text"].split())[:90]}'
+        for n, r in enumerate(rows)
+    ]
     return 0, value, '\n'.join(lines)
 
 
@@ -203,12 +212,20 @@ def replay(args) -> tuple:
         agree(f'{name} takes longer than {COSTLY:g} minutes', args.yes)
     outcome = rung.replay(run, args.fresh)
     value = {'outcome': asdict(outcome) | {'folder': str(outcome.folder)}, **rung.summary(outcome.folder)}
+    value['options'] = _options(args)
     if outcome.status != 'finished':
         say(f'ladderbook: {run.folder.name} {outcome.status}: {outcome.reason}')
     return outcome.exit_code, value, screen(value)
 
 
 # %% ../../nbs/90_cli.ipynb #c0662793
+def _options(args) -> list[str]:
+    "What was asked for beside rung and seed, to be asked for again; a run that was stopped is to go on."
+    kept = [x for pair in args.set if not pair.startswith('stop_after=') for x in ('--set', pair)]
+    kept += ['--corpus', args.corpus] if args.corpus else []
+    return kept + (['--yes'] if args.yes else [])
+
+
 def typed() -> str:
     """The command as it can be typed here: its name where the shell finds it, else the path it was started by."""
     found, started = shutil.which('ladderbook'), Path(sys.argv[0])
@@ -231,14 +248,15 @@ def _figures(metrics: dict) -> list[str]:
 
 
 def _next(s: dict) -> list[str]:
+    again = lambda seed: shlex.join([*shlex.split(typed()), 'replay', s['rung'], '--seed', str(seed), *s['options']])
     if s['status'] == 'interrupted':
-        return [f'next         {typed()} replay {s["rung"]} --seed {s["seed"]}   (goes on after step {s["step"]})']
+        return [f'goes on      after step {s["step"]}, with', f'             {again(s["seed"])}']
     if s['status'] != 'finished':
         return [f'next         {typed()} doctor; the notebook shows the cell that failed']
     return [
         f'read it      {s["folder"]}/rung.ipynb',
-        f'next         {typed()} replay {s["rung"]} --seed {s["seed"] + 1} --yes',
-        f'             {typed()} compare {s["run"]} RUN',
+        f'next         {again(s["seed"] + 1)}',
+        f'             {typed()} compare {s["run"]} {s["rung"]}-{s["seed"] + 1}   # how far apart two seeds are',
     ]
 
 
@@ -325,7 +343,11 @@ def _replay_verb(verbs) -> None:
     p.add_argument('--seed', help='of initial values and order of the text')
     p.add_argument('--corpus', help='name of the corpus')
     p.add_argument(
-        '--set', action='append', default=[], metavar='NAME=VALUE', help="a parameter of the rung's notebook"
+        '--set',
+        action='append',
+        default=[],
+        metavar='NAME=VALUE',
+        help="a parameter of the rung's notebook: experts, threads, stop_after, or changes='matrix_lr=0.03 top_k=4'",
     )
     p.add_argument('--runner', help='where it runs (default: settings)')
     p.add_argument('--timeout', type=int, help='seconds')

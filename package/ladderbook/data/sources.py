@@ -194,7 +194,17 @@ def _pip(into: Path, sources) -> None:
         if not find_spec(module):
             raise ResourceError(f'fetching needs {module} in {sys.prefix}; install it, or give the files: --source-dir')
     (into / 'requirements.txt').write_text(requirements(sources))
-    command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-input', '--no-deps', '--require-hashes']
+    command = [
+        sys.executable,
+        '-m',
+        'pip',
+        'download',
+        '--quiet',
+        '--no-color',
+        '--no-input',
+        '--no-deps',
+        '--require-hashes',
+    ]
     command += ['--retries', '2', '--no-build-isolation', '--dest', str(into), '-r', str(into / 'requirements.txt')]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=_environment())
     if done.returncode:
