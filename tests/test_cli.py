@@ -206,3 +206,12 @@ def test_wheel_plans_and_replays_from_an_empty_folder(installed):
     assert Path(executed['input_path']).is_relative_to(site / 'ladderbook' / '_bundle')
     code = {p.relative_to(site / 'ladderbook').as_posix() for p in (site / 'ladderbook').rglob('*.py')}
     assert 'cli.py' in code and not (empty / 'ladderbook').exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_exit_5(tmp_path, monkeypatch, capsys):
+    from ladderbook import cli
+
+    (tmp_path / 'corpora').write_text('a file where a folder belongs')
+    monkeypatch.setenv('LADDERBOOK_PATHS_CACHE', str(tmp_path))
+    assert cli.main(['data', 'build', '--corpus', 'tiny']) == 5
+    assert capsys.readouterr().err.splitlines()[-1].startswith('ladderbook: ')

@@ -124,3 +124,24 @@ def test_every_layer_s_experts_are_trained(whole):
         moved = np.abs(np.asarray(a) - np.asarray(b))
         axes = tuple(range(1, moved.ndim)) if name.startswith('blocks.') else None
         assert (moved.max(axis=axes) > 0).all(), name
+
+
+def test_a_log_that_lost_lines_is_refused_on_resume(text, held_out, tmp_path):
+    loop.train(MICRO, text, tmp_path / 'run', 0, held_out, stop_after=5)
+    log = tmp_path / 'run' / 'events.jsonl'
+    log.write_text(''.join(log.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(IntegrityError, match='has 2 of the 5 steps before the checkpoint'):
+        loop.train(MICRO, text, tmp_path / 'run', 0, held_out)
+
+
+def test_a_router_bias_that_is_not_a_number_stops_the_run(text, tmp_path, monkeypatch):
+    plain = loop.steps
+
+    def spoiled(*args):
+        for n, state, metrics, seconds in plain(*args):
+            told = metrics.telemetry._replace(next_bias=metrics.telemetry.next_bias * np.float32(np.nan))
+            yield n, state, metrics._replace(telemetry=told) if n == 3 else metrics, seconds
+
+    monkeypatch.setattr(loop, 'steps', spoiled)
+    with pytest.raises(NumericsError, match='step 3: the router bias is not finite'):
+        loop.train(MICRO, text, tmp_path / 'run')

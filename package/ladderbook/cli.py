@@ -36,7 +36,7 @@ from pathlib import Path
 
 import ladderbook
 from . import settings
-from .errors import LadderbookError, UsageError
+from .errors import LadderbookError, ResourceError, UsageError
 from .machine import GB
 
 # %% ../../nbs/90_cli.ipynb #dcb0eaf8
@@ -397,3 +397,6 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as e:  # a full disk, a folder that may not be written, a path that is no folder
+        say(f'ladderbook: {e.strerror or e} ({e.filename or "a file of the run"}); free or name another place')
+        return ResourceError.exit_code

@@ -381,7 +381,9 @@ def compare(a: Path, b: Path, noise: float = 0.0) -> Comparison:
     if not first and all((f / 'metrics.json').is_file() for f in (a, b)):
         metrics = [json.loads((f / 'metrics.json').read_text()) for f in (a, b)]
         first = next(((events[0][-1].get('step'), f'metrics.{k}', v) for k, v in differences(*metrics).items()), None)
-    verdict = 'equal' if not first else 'within noise' if gap is not None and abs(gap) <= noise else 'different'
+    verdict = (
+        'equal' if not first else 'within noise' if gap is not None and noise and abs(gap) <= noise else 'different'
+    )
     step, field, values = first or (None, None, ())
     other = differences(*(r['identity'] for r in runs))
     return Comparison(verdict, step, field, values, gap, noise, other, min(map(len, events)))

@@ -35,7 +35,7 @@ from jaxtyping import PyTree
 
 from ..data.loader import batches
 from ..data.tokens import Corpus
-from ..errors import UsageError
+from ..errors import IntegrityError, UsageError
 from ..model.experts import capacity
 from ..recipe.rungs import Rung
 from . import checkpoint, events, guards
@@ -122,6 +122,8 @@ def start(run: Run) -> TrainState:
     done = checkpoint.steps(run.checkpoints)
     last = done[-1] if done else 0
     events.cut(run.log, last)
+    if (taken := events.losses(events.read(run.log))[0].tolist()) != list(range(1, last + 1)):
+        raise IntegrityError(f'{run.log.name} has {len(taken)} of the {last} steps before the checkpoint; start afresh')
     if not done:
         return initial_state(run.program, run.seed)
     like = jax.eval_shape(lambda: initial_state(run.program, run.seed))
@@ -190,6 +192,8 @@ def steps(run: Run, state: TrainState, until: int) -> Iterator[tuple[int, TrainS
 def check(run: Run, step: int, metrics: Metrics) -> None:
     """Stop with `NumericsError` if `metrics` holds a number that is not finite; the fault is logged first."""
     bad = guards.fault(list(run.program.names), float(metrics.loss), metrics.grad_squares, metrics.update_squares)
+    if not bad and not np.isfinite(metrics.telemetry.next_bias).all():
+        bad = 'the router bias'
     if bad:
         events.append(run.log, {'step': step, 'fault': bad})
         raise guards.stop(step, bad)
