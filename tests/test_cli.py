@@ -144,7 +144,7 @@ def test_costly_or_destructive_needs_yes(elsewhere):
 def test_a_micro_rung_replays_resumes_and_repeats(capsys, elsewhere):
     """One real run, as a user would start it: stopped half way, continued, shown again, compared with another seed."""
     code, out, err = run(capsys, 'replay', *MICRO, '--set', 'stop_after=6')
-    assert code == 0 and 'goes on after step 6' in out, err
+    assert code == 0 and 'goes on      after step 6, with' in out, err
     code, out, err = run(capsys, 'replay', *MICRO, '--json')
     assert code == 0 and 'goes on where it stopped' in err, err
     whole = json.loads(out)
