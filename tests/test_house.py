@@ -293,7 +293,6 @@ def sound(tmp_path_factory):
         ['nbdev-clean'],
         ['ruff', 'format', '-q', 'nbs'],
         ['nbdev-export'],
-        ['ruff', 'format', '-q', 'package'],
     ):
         done = run(bin / command[0], *command[1:], cwd=root)
         assert done.returncode == 0, done.stderr

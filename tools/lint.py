@@ -18,7 +18,7 @@ EXPORTED_LINES, FUNCTION_LINES = 400, 60
 FORBIDDEN = {
     'a path of one machine': re.compile(r'(?<![\w.~-])/(root|home/\w+|work|Users/\w+)/'),
     'a registry host': re.compile(
-        r'py(?:pi)\.org|pythonhosted\.org|(?:registry\.)npm(?:js)\.(?:org|com)|deb(?:ian)\.org'
+        r'py(?:pi)\.org|python(?:hosted)\.org|(?:registry\.)npm(?:js)\.(?:org|com)|deb(?:ian)\.org'
     ),
 }
 
@@ -67,7 +67,6 @@ def compiled(root):
             ['nbdev-clean'],
             ['nbdev-clean', '--fname', 'retros'],
             ['nbdev-export'],
-            ['ruff', 'format', '-q', 'package'],
         ):
             done = subprocess.run([BIN / tool[0], *tool[1:]], cwd=copy, capture_output=True, text=True)
             if done.returncode:

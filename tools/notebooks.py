@@ -46,7 +46,6 @@ def export_lock():
 def export():
     "Compile every notebook into the package, in the house style."
     run(BIN / 'nbdev-export')
-    run(BIN / 'ruff', 'format', '--quiet', 'package')
     if (NBS / 'index.ipynb').exists():
         readme.main()
 

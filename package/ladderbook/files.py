@@ -16,7 +16,6 @@ from pathlib import Path
 
 from .errors import IntegrityError, LockedError, UsageError
 
-
 # %% ../../nbs/03_files.ipynb #43df9de3
 def sha256_bytes(data: bytes) -> str:
     """sha256 of `data`, 64 hexadecimal digits."""
@@ -37,7 +36,6 @@ def canonical(value) -> str:
 def digest(value) -> str:
     """sha256 of the canonical JSON of `value`."""
     return sha256_bytes(canonical(value).encode())
-
 
 # %% ../../nbs/03_files.ipynb #ed182d7f
 def write_bytes(path: Path, data: bytes) -> None:
@@ -62,7 +60,6 @@ def write_json(path: Path, value: dict, schema: str, version: int = 1) -> None:
     text = json.dumps(whole, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     write_bytes(path, text.encode() + b'\n')
 
-
 # %% ../../nbs/03_files.ipynb #626d4c46
 def read_json(path: Path, schema: str, version: int = 1) -> dict:
     """The JSON at `path` if it is `schema` in `version` or the one before; else `IntegrityError` or `UsageError`."""
@@ -78,7 +75,6 @@ def read_json(path: Path, schema: str, version: int = 1) -> dict:
     if found[1] not in (version, version - 1):
         raise IntegrityError(f'{path} is {schema} version {found[1]!r}; this ladderbook reads up to {version}')
     return value
-
 
 # %% ../../nbs/03_files.ipynb #5ee1ae2b
 @contextmanager

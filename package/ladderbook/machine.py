@@ -18,7 +18,6 @@ from .errors import ResourceError
 
 GB = 1_000_000_000
 
-
 # %% ../../nbs/04_machine.ipynb #69c7ddf2
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -54,7 +53,6 @@ def this_machine() -> Machine:
     """Facts of the machine this process runs on."""
     system = f'{platform.system()} {platform.machine()}, Python {platform.python_version()}'
     return Machine(system, _cpu_name(), len(cpu_set()), psutil.virtual_memory().total)
-
 
 # %% ../../nbs/04_machine.ipynb #f09a0229
 def _memory_limit() -> int:

@@ -12,7 +12,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-
 # %% ../../../nbs/model/01_norms.ipynb #2a074c39
 def plain_norm(x: Float[Array, '*n D'], eps: float) -> Float[Array, '*n D']:
     """`x / sqrt(mean(x^2) + eps)` over the last axis, statistics in float32, nothing learned; dtype of `x` kept.
@@ -27,7 +26,6 @@ def plain_norm(x: Float[Array, '*n D'], eps: float) -> Float[Array, '*n D']:
 def rms_norm(x: Float[Array, '*n D'], gain: Float[Array, ' D'], eps: float) -> Float[Array, '*n D']:
     """RMSNorm (arXiv 1910.07467): `gain * x / sqrt(mean(x^2) + eps)`, in float32, returned in the dtype of `x`."""
     return (plain_norm(x.astype(jnp.float32), eps) * gain.astype(jnp.float32)).astype(x.dtype)
-
 
 # %% ../../../nbs/model/01_norms.ipynb #a3cf51aa
 KEPT = 'kept'
@@ -51,7 +49,6 @@ def _linear_backward(saved, d):
 
 
 linear.defvjp(lambda x, w: (x @ w, (x, w)), _linear_backward)
-
 
 # %% ../../../nbs/model/01_norms.ipynb #825a3b4b
 def gated_norm(x: Float[Array, '*n D'], down: Float[Array, 'D R'], up: Float[Array, 'R D']) -> Float[Array, '*n D']:

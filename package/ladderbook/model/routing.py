@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .norms import keep
 
-
 # %% ../../../nbs/model/03_routing.ipynb #ab17cf86
 class Routes(NamedTuple):
     """Of each token: the k experts, best first, their weights (float32, zero for padding) and the threshold they passed."""
@@ -48,7 +47,6 @@ def route(
     weights = jax.nn.sigmoid(jnp.take_along_axis(logits, experts, axis=1))
     weights = weights * (combine_sum / (weights.sum(-1, keepdims=True) + 1e-9))
     return Routes(experts, jnp.where(valid[:, None], weights, 0), biased[:, top_k])
-
 
 # %% ../../../nbs/model/03_routing.ipynb #a4662a88
 def _bins(margin, valid, bins: int, axis_name):
@@ -109,7 +107,6 @@ def next_bias(logits, threshold, bias, valid, top_k: int, bins: int = 10_000, ax
     levels = quantile_levels(lax.stop_gradient(logits - threshold[:, None]), valid, top_k, bins, axis_name)
     some = valid.any() if axis_name is None else lax.psum(valid.sum(), axis_name) > 0
     return jnp.where(some, levels.mean() - levels, bias)
-
 
 # %% ../../../nbs/model/03_routing.ipynb #3b21722b
 def expert_load(experts: Int[Array, 'T k'], valid: Bool[Array, ' T'], count: int) -> Int[Array, ' E']:

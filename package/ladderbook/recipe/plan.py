@@ -14,7 +14,6 @@ from ..errors import UsageError, unknown
 from .rungs import BYTES_PER_PARAMETER, Rung
 from .spec import ModelSpec, flops_by_part, flops_per_token, initial_norms, parameters
 
-
 # %% ../../../nbs/recipe/04_plan.ipynb #6e8badaf
 class Leaf(NamedTuple):
     """One array of the state. `group`: muonh, adamh, adam, adam_decay, or balanced (no gradient)."""
@@ -82,7 +81,6 @@ def leaves(spec: ModelSpec) -> list[Leaf]:
     }
     return [Leaf(path, shape, 4, group) for path, (shape, group) in found.items()]
 
-
 # %% ../../../nbs/recipe/04_plan.ipynb #bbb7f207
 COPY_BYTES = 2  # of one entry of the working copy in bfloat16
 
@@ -119,7 +117,6 @@ def memory(found: Iterable) -> dict:
     }
     each = {k: v / total['entries'] for k, v in rows.items()}
     return {'parameters': total['entries'], 'bytes': rows, 'per_parameter': each, 'groups': groups}
-
 
 # %% ../../../nbs/recipe/04_plan.ipynb #babfbad6
 def plan(rung: Rung, found: Iterable | None = None) -> dict:
@@ -158,7 +155,6 @@ def plan(rung: Rung, found: Iterable | None = None) -> dict:
         'memory': memory(found),
         'needs': {k: getattr(rung, k) for k in ('disk', 'memory', 'minutes', 'devices', 'corpus', 'evaluations')},
     }
-
 
 # %% ../../../nbs/recipe/04_plan.ipynb #5162a333
 def size(n: int | float) -> str:

@@ -44,7 +44,6 @@ def parameters(notebook: Path) -> dict[str, Parameter]:
             )
     return rows
 
-
 # %% ../../../nbs/replay/00_parameters.ipynb #35ca3bed
 FORMS = {'int': r'[+-]?\d+', 'float': r'[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?', 'bool': 'true|false', 'str': r'[\s\S]*'}
 
@@ -84,7 +83,6 @@ def assignments(pairs) -> dict[str, str]:
             raise UsageError(f'--set {name} is given twice, as {found[name]!r} and {value!r}')
         found[name] = value
     return found
-
 
 # %% ../../../nbs/replay/00_parameters.ipynb #e8538498
 def _value(text: str):

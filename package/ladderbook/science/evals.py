@@ -23,7 +23,6 @@ from ..model import lm
 from ..recipe.spec import ModelSpec
 from ..train.loss import token_losses
 
-
 # %% ../../../nbs/science/01_evals.ipynb #ab97c5f7
 @dataclass(frozen=True, slots=True)
 class Sums:
@@ -51,7 +50,6 @@ def averages(domains: dict[str, Sums]) -> dict:
         'micro': whole.figures()['loss'],
         'bits_per_byte': whole.figures()['bits_per_byte'],
     }
-
 
 # %% ../../../nbs/science/01_evals.ipynb #2d72abbb
 def row_nats(graph: nnx.GraphDef, compute: lm.Compute, params: PyTree, bias: PyTree, batch: dict) -> Float[Array, ' B']:

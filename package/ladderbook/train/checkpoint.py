@@ -22,7 +22,6 @@ from jaxtyping import PyTree
 from ..errors import IntegrityError, UsageError
 from ..files import read_json, sha256_file, write_json
 
-
 # %% ../../../nbs/train/06_checkpoint.ipynb #9844fd1c
 def names(tree: PyTree) -> list[str]:
     """A dotted name for each leaf of `tree`, in flattening order."""
@@ -33,7 +32,6 @@ def names(tree: PyTree) -> list[str]:
 def flat(tree: PyTree) -> dict:
     """The leaves of `tree` by dotted name."""
     return dict(zip(names(tree), jax.tree.leaves(tree), strict=True))
-
 
 # %% ../../../nbs/train/06_checkpoint.ipynb #bd27e6a0
 @contextmanager
@@ -83,7 +81,6 @@ def prune(folder: Path, keep: int) -> None:
     for p in [p for p in folder.glob('*') if p.is_dir() and p.name not in committed]:
         shutil.rmtree(p)
 
-
 # %% ../../../nbs/train/06_checkpoint.ipynb #39aa3e95
 def verify(folder: Path, step: int, run: str) -> None:
     """Check checkpoint `step` against its commit mark; `IntegrityError` names the first file that differs."""
@@ -123,7 +120,6 @@ def read_layer(folder: Path, step: int, name: str, layer: int) -> np.ndarray:
         raise UsageError(f'checkpoint {step} has no array called {name}')
     spec = {'driver': 'zarr3', 'kvstore': {'driver': 'file', 'path': str(place)}}
     return ts.open(spec, read=True).result()[layer].read().result()
-
 
 # %% ../../../nbs/train/06_checkpoint.ipynb #c3568401
 def tree_digest(tree: PyTree) -> str:

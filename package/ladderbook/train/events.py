@@ -14,7 +14,6 @@ import numpy as np
 from ..errors import IntegrityError
 from ..files import canonical, write_bytes
 
-
 # %% ../../../nbs/train/05_events.ipynb #8b889079
 def plain(value):
     """`value` with arrays and numpy scalars as lists and Python numbers; float32 by its shortest exact decimal."""
@@ -29,7 +28,6 @@ def plain(value):
     if isinstance(value, np.floating):
         return float(str(value))
     return value
-
 
 # %% ../../../nbs/train/05_events.ipynb #0b47b41f
 def append(path: Path, event: dict) -> None:
@@ -56,7 +54,6 @@ def cut(path: Path, step: int) -> None:
     """Keep the events of `path` up to and including `step`, atomically."""
     kept = [e for e in read(path) if e['step'] <= step and 'fault' not in e]
     write_bytes(path, ''.join(canonical(e) + '\n' for e in kept).encode())
-
 
 # %% ../../../nbs/train/05_events.ipynb #56fa52be
 def losses(events: list[dict]) -> tuple[np.ndarray, np.ndarray]:

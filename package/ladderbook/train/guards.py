@@ -10,7 +10,6 @@ import numpy as np
 
 from ..errors import NumericsError
 
-
 # %% ../../../nbs/train/07_guards.ipynb #cc9abd58
 def first_bad(names: list[str], squares: np.ndarray) -> str | None:
     """The first of `names` whose squared norm is NaN or infinite, or None."""

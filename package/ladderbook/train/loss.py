@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 
 from ..errors import UsageError
 
-
 # %% ../../../nbs/train/03_loss.ipynb #345f669a
 def _product(a, b):
     return jnp.matmul(a, b.astype(a.dtype), preferred_element_type=jnp.float32)
@@ -27,7 +26,6 @@ def _exponentials(logits, targets):
     total = jnp.sum(powers, axis=-1)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=1, mode='fill', fill_value=jnp.nan)[:, 0]
     return powers, total, top + jnp.log(total), at_target
-
 
 # %% ../../../nbs/train/03_loss.ipynb #c98bcfe1
 def _slice(head, i, chunk):
@@ -57,7 +55,6 @@ def _by_chunks(hidden, head, targets, chunk):
     (top, total, at_target), _ = jax.lax.scan(one, start, _slices(head, chunk))
     return top + jnp.log(total), at_target
 
-
 # %% ../../../nbs/train/03_loss.ipynb #cd0b45be
 def _blocks(rows, *arrays):
     """Arrays with leading axis T as [blocks, rows, ...], zero-filled; `rows` None: one block."""
@@ -81,7 +78,6 @@ def _two_numbers(hidden, head, targets, chunk, rows):
     blocks = jax.lax.map(lambda b: _exponentials(_product(b[0], head), b[1])[2:], _blocks(rows, hidden, targets))
     return tuple(_joined(x, len(targets)) for x in blocks)
 
-
 # %% ../../../nbs/train/03_loss.ipynb #74f01b3c
 def _add(lse, at_target, weights, z_loss):
     return jnp.sum(weights * (lse - at_target)), jnp.sum(weights * z_loss * lse**2)
@@ -104,7 +100,6 @@ def _one_pass(hidden, head, targets, weights, z_loss, rows):
     (nats, z, by_head), by_hidden = jax.lax.scan(one, start, _blocks(rows, hidden, targets, weights))
     return (nats, z), (_joined(by_hidden, len(targets)), by_head.astype(head.dtype))
 
-
 # %% ../../../nbs/train/03_loss.ipynb #29960cb6
 def _chunked_gradient(hidden, head, targets, lse, scale, point, chunk):
     """Gradient by `hidden` and `head` where that by the logits is scale * p - point * (1 at the target)."""
@@ -123,7 +118,6 @@ def _chunked_gradient(hidden, head, targets, lse, scale, point, chunk):
     start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32))
     (by_hidden, by_head), _ = jax.lax.scan(one, start, _slices(head, chunk))
     return by_hidden.astype(hidden.dtype), by_head.astype(head.dtype)
-
 
 # %% ../../../nbs/train/03_loss.ipynb #eee0532a
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -149,7 +143,6 @@ def _sums_backward(z_loss, chunk, rows, kept, factors):
 
 
 _sums.defvjp(_sums_forward, _sums_backward)
-
 
 # %% ../../../nbs/train/03_loss.ipynb #49bf9536
 def _check(vocabulary: int, chunk: int | None, rows: int | None) -> int | None:

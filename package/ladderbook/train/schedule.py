@@ -10,7 +10,6 @@ import optax
 
 from ..errors import UsageError
 
-
 # %% ../../../nbs/train/01_schedule.ipynb #29adcb04
 def schedule(
     peak: float, steps: int, warmup: int, final_fraction: float = 0.05, decay: int | None = None
