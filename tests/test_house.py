@@ -339,9 +339,11 @@ def test_lint_finds_a_module_without_notebook(planted):
 
 def test_lint_finds_an_unused_import_and_bad_format(planted):
     module = planted / 'package' / 'ladderbook' / 'one.py'
-    module.write_text(module.read_text() + 'import os\nx  =  1\n')
+    module.write_text(module.read_text() + 'import os\n')
+    edit(planted / 'nbs' / '01_one.ipynb', '"f()"', '"f( )"')
     said = findings(planted, 'style')
-    assert 'F401' in said and 'one.py' in said and 'would be reformatted' in said
+    assert 'F401' in said and 'one.py' in said
+    assert '01_one.ipynb' in said and 'would be reformatted' in said
 
 
 def test_lint_finds_an_unused_function(planted):
