@@ -9,6 +9,7 @@ __all__ = ['SECTIONS', 'PACKAGE', 'Paths', 'Replay', 'Data', 'Environments', 'Im
 # %% ../../nbs/02_settings.ipynb #23f9b8d2
 import configparser
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -98,10 +99,15 @@ def _convert(kind, section: str, key: str, text: str, base: Path):
     if not text.strip():
         raise UsageError(f'settings: [{section}] {key} is empty; expected {kind.__name__}')
     if kind is Path:
-        return (base / Path(text).expanduser()).absolute()
+        try:
+            return (base / Path(text).expanduser()).absolute()
+        except RuntimeError:
+            raise UsageError(f'settings: [{section}] {key} is {text!r}; there is no such home folder') from None
     if kind is int:
-        if not text.strip().isdigit():
-            raise UsageError(f'settings: [{section}] {key} is {text!r}; expected a whole number of 0 or more')
+        if not re.fullmatch('[0-9]{1,10}', text.strip()):
+            raise UsageError(
+                f'settings: [{section}] {key} is {repr(text)[:60]}; expected a whole number of 0 or more, at most ten digits'
+            )
         return int(text)
     return text.strip()
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GB', 'TOKENS_PER_ACTIVE', 'DESK_MINUTES', 'DESK_KV', 'DESK_STEP', 'DESK', 'HERO_TOKENS_PER_ACTIVE',
-           'FAST_TOKENS_PER_ACTIVE', 'RACKS', 'BYTES_PER_PARAMETER', 'RUNGS', 'NAMES', 'Rung', 'rung', 'changed',
-           'require_host', 'to_dict', 'from_dict']
+           'FAST_TOKENS_PER_ACTIVE', 'RACKS', 'BYTES_PER_PARAMETER', 'LIMITS', 'STARTUP', 'PROCESS', 'EVALUATED',
+           'RUNGS', 'NAMES', 'Rung', 'activations', 'rung', 'changed', 'require_host', 'to_dict', 'from_dict']
 
 # %% ../../../nbs/recipe/03_rungs.ipynb #5a834cd5
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from ..errors import ResourceError, UsageError, unknown
 from . import rules
 from .rules import Recipe, august
-from .spec import active, parameters
+from .spec import active, flops_per_token, parameters
 
 GB = 1_000_000_000
 
@@ -109,6 +109,43 @@ def _fast() -> Rung:
     tokens = FAST_TOKENS_PER_ACTIVE * active(rules.shape(512, **sizes)[0])
     return _rack('fast-512', august(512, tokens, **sizes, batch=128), 2, 8, '8 H100s, 14 minutes (marin fast_track)')
 
+# %% ../../../nbs/recipe/03_rungs.ipynb #d6b61767
+LIMITS = {
+    'layers': 1024, 'width': 2**17, 'heads': 2**14, 'head_dim': 2**14, 'kv_heads_local': 2**14, 'kv_heads_global': 2**14,
+    'experts': 2**17, 'top_k': 2**14, 'expert_width': 2**18, 'latent_width': 2**17, 'shared_experts': 2**10,
+    'shared_width': 2**18, 'vocab': 2**22, 'sequence': 2**24, 'window': 2**24, 'global_every': 2**10,
+    'norm_rank': 2**17, 'sconv_taps': 2**10, 'tokens': 10**18, 'batch': 2**24, 'evaluations': 10_000,
+}  # fmt: skip
+STARTUP = 0.25  # minutes until the first step
+PROCESS = 1_100_000_000  # bytes of a process that has compiled a step
+EVALUATED = (5 * 16, 5 * 128)  # rows of an evaluation on the way and of the last one, over five domains
+
+
+def _work(one: Rung) -> float:
+    rows = one.evaluations * EVALUATED[0] + EVALUATED[1]
+    return flops_per_token(one.recipe.spec) * (one.recipe.tokens + rows * one.recipe.spec.sequence / 3)
+
+
+def activations(recipe: Recipe) -> int:
+    """Bytes that a step of `recipe` needs beside its state on a host: what backward needs, and 512 rows of logits."""
+    s = recipe.spec
+    width = 8 * s.width + 8 * s.heads * s.head_dim + 2 * s.top_k * (s.latent_width + 3 * s.expert_width) + 4 * s.experts
+    return 4 * recipe.tokens_per_step * s.layers * width + 3 * 4 * 512 * s.vocab
+
+
+def _needs(one: Rung, other: Rung) -> dict:
+    n = parameters(other.recipe.spec)['total']
+    if one.minutes is None:
+        return {'disk': BYTES_PER_PARAMETER * n, 'memory': BYTES_PER_PARAMETER * n}
+    minutes = STARTUP + (one.minutes - STARTUP) * _work(other) / _work(one)
+    memory = PROCESS + BYTES_PER_PARAMETER * n + activations(other.recipe)
+    disk = GB // 2 + 3 * 12 * n  # two checkpoints and the next one
+    return {
+        'minutes': float(f'{minutes:.3g}'),
+        'memory': max(one.memory, memory),
+        'disk': max(one.disk, disk),
+    }
+
 # %% ../../../nbs/recipe/03_rungs.ipynb #55a4e83f
 RUNGS: dict[str, Callable[[], Rung]] = {
     'desk-micro': _micro,
@@ -128,10 +165,14 @@ def rung(name: str) -> Rung:
 
 def changed(one: Rung, **changes) -> Rung:
     """`one` with its recipe made again under `changes` (sizes, decisions, `tokens`, `generation`), all recorded as
-    departures, or with other `evaluations`. Stated minutes are kept: they are the unchanged rung's."""
+    departures, or with other `evaluations`; minutes, memory and disk are those of the changed rung."""
+    for name, most in LIMITS.items():
+        if isinstance(value := changes.get(name, 0), (int, float)) and value > most:
+            raise UsageError(f'{name} is {value:g}; expected at most {most:,}')
     evaluations = changes.pop('evaluations', one.evaluations)
     recipe = rules.changed(one.recipe, **changes) if changes else one.recipe
-    return replace(one, recipe=recipe, evaluations=min(rules.whole('evaluations', evaluations), recipe.steps))
+    other = replace(one, recipe=recipe, evaluations=min(rules.whole('evaluations', evaluations), recipe.steps))
+    return replace(other, **_needs(one, other))
 
 
 def require_host(one: Rung) -> None:
