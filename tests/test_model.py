@@ -108,7 +108,7 @@ def test_global_kv_heads_are_repeated_in_place():
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 8, n, 4)), jnp.float32) for n in (8, 4, 4))
     one = jnp.ones((1, 8), jnp.int32)
-    used = [att.used_heads(a, jnp.asarray(True), 2) for a in (k, v)]
+    used = [att.used_heads(a[0], jnp.asarray(True), 2)[None] for a in (k, v)]
     near(att.attend(q, *used, one, 8, 4), att.plain_attention(q, k[:, :, :2], v[:, :, :2], one, 8))
 
 

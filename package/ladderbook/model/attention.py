@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -38,24 +39,38 @@ def rope_angles(sequence: int, head_dim: int, theta: float, fraction: float) -> 
     return jnp.arange(sequence, dtype=jnp.float32)[:, None] * speed
 
 
-def rotate(x: Float[Array, 'B S H h'], angles: Float[Array, 'S r'], pairing: str) -> Float[Array, 'B S H h']:
-    """Turn the first `2r` channels of each head; `pairing` is 'interleaved' (2i, 2i+1) or 'split' (i, i+r)."""
+def _partners(head_dim: int, pairs: int, pairing: str) -> tuple[np.ndarray, np.ndarray]:
+    "The pair of each turned channel [2r], and the matrix [h h] that brings each its partner, signed as a rotation is."
     if pairing not in ('interleaved', 'split'):
         raise unknown('pairing of RoPE', pairing, ('interleaved', 'split'))
-    r = angles.shape[1]
-    turned, rest = x[..., : 2 * r].astype(jnp.float32), x[..., 2 * r :]
-    axis = -1 if pairing == 'interleaved' else -2
-    a, b = jnp.moveaxis(turned.reshape(*x.shape[:-1], *((r, 2) if axis == -1 else (2, r))), axis, 0)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    turned = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis).reshape(*x.shape[:-1], 2 * r)
-    return jnp.concatenate([turned.astype(x.dtype), rest], -1)
+    first = np.arange(pairs) * (2 if pairing == 'interleaved' else 1)
+    second = first + (1 if pairing == 'interleaved' else pairs)
+    pair, matrix = np.zeros(2 * pairs, np.int32), np.zeros((head_dim, head_dim), np.float32)
+    pair[first] = pair[second] = np.arange(pairs)
+    matrix[second, first], matrix[first, second] = -1, 1
+    return pair, matrix
+
+
+def rotate(x: Float[Array, 'B S H h'], angles: Float[Array, 'S r'], pairing: str) -> Float[Array, 'B S H h']:
+    """Turn the first `2r` channels of each head; `pairing` is 'interleaved' (2i, 2i+1) or 'split' (i, i+r).
+
+    In float32, dtype of `x` kept. Raises `UsageError` for another pairing.
+    """
+    h, r = x.shape[-1], angles.shape[1]
+    pair, matrix = _partners(h, r, pairing)
+    rest = ((0, 0), (0, h - 2 * r))
+    cos = jnp.pad(jnp.cos(angles)[:, pair], rest, constant_values=1)
+    cos, sin = lax.optimization_barrier((cos, jnp.pad(jnp.sin(angles)[:, pair], rest)))
+    partner = jnp.matmul(x, jnp.asarray(matrix, x.dtype), precision=lax.Precision.HIGHEST)
+    wide, partner = x.astype(jnp.float32), partner.astype(jnp.float32)
+    return (wide * cos[:, None] + partner * sin[:, None]).astype(x.dtype)
 
 # %% ../../../nbs/model/02_attention.ipynb #c9ba511d
-def used_heads(x: Float[Array, 'B S K h'], is_global: Bool[Array, ''], kept: int) -> Float[Array, 'B S K h']:
-    """Keys or values as a layer uses them: all K heads, or on a global layer the first `kept`, each repeated."""
-    if kept == x.shape[2]:
-        return x
-    return jnp.where(is_global, jnp.repeat(x[:, :, :kept], x.shape[2] // kept, axis=2), x)
+def used_heads(w: Float[Array, 'D K h'], is_global: Bool[Array, ''], kept: int) -> Float[Array, 'D K h']:
+    """Weights of keys or values as a layer uses them: all K heads, or, if global, the first `kept`, each repeated."""
+    if kept == w.shape[1]:
+        return w
+    return jnp.where(is_global, jnp.repeat(w[:, :kept], w.shape[1] // kept, axis=1), w)
 
 # %% ../../../nbs/model/02_attention.ipynb #18921eed
 def visible(
@@ -102,27 +117,26 @@ def first_block(i, block: int, window):
     return jnp.maximum(0, i * block - window + 1) // block
 
 
-def _logits(q, k, seen, scale):
-    "Scaled and masked logits [B K G*b t] in float32."
-    s = jnp.einsum('bkqh,bkth->bkqt', q, k, preferred_element_type=jnp.float32) * scale
-    B, b, t = seen.shape
-    s = s.reshape(B, s.shape[1], -1, b, t)
-    return jnp.where(seen[:, None, None], s, _NEVER).reshape(B, s.shape[1], -1, t)
-
-# %% ../../../nbs/model/02_attention.ipynb #ae745e06
 def _dot(equation, a, b):
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
+def _where_seen(seen: Bool[Array, 'B b t'], x: Float[Array, 'B K r t'], otherwise: float):
+    "`x` where the query of its row sees the key; the G heads of a group see the same."
+    B, b, t = seen.shape
+    grouped = x.reshape(B, x.shape[1], -1, b, t)
+    return jnp.where(seen[:, None, None], grouped, otherwise).reshape(x.shape)
+
+# %% ../../../nbs/model/02_attention.ipynb #ae745e06
 def _forward(q, k, v, segments, window):
     "Output [n B K G*b h] and log-sum-exp [n B K G*b], both float32, for blocks of queries, keys, values, segments."
-    block, scale = segments.shape[-1], q.shape[-1] ** -0.5
+    block = segments.shape[-1]
 
     def query_block(i, q_i):
         def key_block(j, carry):
             top, total, out = carry
             seen = visible(segments[i], segments[j], i * block, j * block, window)
-            s = _logits(q_i, k[j], seen, scale)
+            s = _where_seen(seen, _dot('bkqh,bkth->bkqt', q_i, k[j]), _NEVER)
             higher = jnp.maximum(top, s.max(-1))
             p, shrink = jnp.exp(s - higher[..., None]), jnp.exp(top - higher)
             return higher, total * shrink + p.sum(-1), out * shrink[..., None] + _dot('bkqt,bkth->bkqh', p, v[j])
@@ -137,7 +151,7 @@ def _forward(q, k, v, segments, window):
 # %% ../../../nbs/model/02_attention.ipynb #42a4e956
 def _backward(q, k, v, segments, window, out, lse, d_out):
     "Gradients of queries, keys and values, laid out as they are."
-    block, scale = segments.shape[-1], q.shape[-1] ** -0.5
+    block = segments.shape[-1]
     delta, d_out = (out * d_out).sum(-1), d_out.astype(v.dtype)
     q_turned, d_turned = q.swapaxes(-1, -2), d_out.swapaxes(-1, -2)
 
@@ -145,8 +159,8 @@ def _backward(q, k, v, segments, window, out, lse, d_out):
         def key_block(j, carry):
             dq, dk, dv = carry
             seen = visible(segments[i], segments[j], i * block, j * block, window)
-            p = jnp.exp(_logits(q[i], k[j], seen, scale) - lse[i][..., None])
-            ds = p * (_dot('bkqh,bkth->bkqt', d_out[i], v[j]) - delta[i][..., None]) * scale
+            p = _where_seen(seen, jnp.exp(_dot('bkqh,bkth->bkqt', q[i], k[j]) - lse[i][..., None]), 0.0)
+            ds = p * (_dot('bkqh,bkth->bkqt', d_out[i], v[j]) - delta[i][..., None])
             dv = dv.at[j].add(_dot('bkqt,bkhq->bkht', p, d_turned[i]))
             dk = dk.at[j].add(_dot('bkqt,bkhq->bkht', ds, q_turned[i]))
             return dq + _dot('bkqt,bkth->bkqh', ds, k[j]), dk, dv
@@ -199,7 +213,7 @@ def attend(
         raise UsageError(
             f'a sequence of {q.shape[1]} does not divide into attention blocks of {block}; choose a divisor'
         )
-    return _attend(q, k, v, segments, jnp.asarray(window, jnp.int32), block)
+    return _attend(q * q.shape[-1] ** -0.5, k, v, segments, jnp.asarray(window, jnp.int32), block)
 
 # %% ../../../nbs/model/02_attention.ipynb #a01eb5bf
 def exclude_self(y: Float[Array, 'B S H h'], v: Float[Array, 'B S K h']) -> Float[Array, 'B S H h']:
@@ -238,10 +252,10 @@ def attention(
 ) -> Float[Array, 'B S D']:
     """One attention layer of a `ModelSpec` on the normalised input; `is_global` may be traced. Source: marin #8435."""
     B, S, _ = x.shape
-    heads = lambda a: a.reshape(B, S, -1, spec.head_dim)
-    q, k, v = heads(linear(x, w.query)), linear(x, w.key), heads(linear(x, w.value))
-    k = heads(k if w.taps is None else short_conv(k, w.taps, segments))
-    k, v = (used_heads(a, is_global, spec.kv_heads_global) for a in (k, v))
+    heads = lambda a: a.reshape(*a.shape[:-1], -1, spec.head_dim)
+    used = lambda w: used_heads(heads(w), is_global, spec.kv_heads_global).reshape(w.shape)
+    q, k, v = heads(linear(x, w.query)), linear(x, used(w.key)), heads(linear(x, used(w.value)))
+    k = heads(k if w.taps is None else short_conv(k, used(w.taps), segments))
     angles = rope_angles(S, spec.head_dim, spec.rope_theta, spec.rope_fraction) * jnp.where(is_global, 0.0, 1.0)
     q, k = (rotate(plain_norm(a, spec.qk_eps), angles, spec.rope_pairing) for a in (q, k))
     y = attend(q * spec.qk_multiplier, k, v, segments, jnp.where(is_global, S, spec.window), block)
