@@ -172,12 +172,14 @@ class Shard:
 
 def shard(file: str, members: list[Tensor], dtype: str) -> Shard:
     """The file `file` of an export of `dtype`, holding `members`."""
-    members = sorted(members, key=lambda t: -t.kind(dtype)[1])  # stable: else in the table's order
+    kinds = {'model': DTYPES[dtype], 'float32': DTYPES['float32']}
+    members = sorted(members, key=lambda t: -kinds[t.dtype][1])  # stable: else in the table's order
     entries, at = {'__metadata__': {'format': 'pt'}}, 0
     for t in members:
-        name, width = t.kind(dtype)
-        entries[t.name] = {'dtype': name, 'shape': list(t.shape), 'data_offsets': [at, at + t.size * width]}
-        at += t.size * width
+        name, width = kinds[t.dtype]
+        end = at + t.size * width
+        entries[t.name] = {'dtype': name, 'shape': list(t.shape), 'data_offsets': [at, end]}
+        at = end
     text = json.dumps(entries, separators=(',', ':')).encode()
     text += b' ' * (-len(text) % 8)
     header = len(text).to_bytes(8, 'little') + text
