@@ -6,6 +6,7 @@ import platform
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 from ladderbook.settings import load
 
@@ -27,6 +28,11 @@ os.environ.setdefault('OPENBLAS_NUM_THREADS', '2')
 os.environ.setdefault('MPLBACKEND', 'agg')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(load().paths.cache / 'compiled' / f'tests-{_kind_of_cpu()}'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
+
+# The same examples on every run, so that a red test is the code's doing; `HYPOTHESIS_PROFILE=search` looks for new ones.
+hypothesis.settings.register_profile('fixed', derandomize=True)
+hypothesis.settings.register_profile('search', max_examples=500)
+hypothesis.settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'fixed'))
 
 
 def _rank(item):

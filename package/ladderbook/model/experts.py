@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ExpertWeights', 'swiglu', 'plain_experts', 'Rows', 'by_expert', 'capacity', 'capacity_rows', 'capacity_experts',
-           'block_size', 'dropless_rows', 'dropless_experts', 'MoEWeights', 'Telemetry', 'shared_experts', 'moe']
+           'block_size', 'dropless_rows', 'dropless_experts', 'MoEWeights', 'Telemetry', 'shared_experts',
+           'router_logits', 'moe']
 
 # %% ../../../nbs/model/04_experts.ipynb #65d31a3a
 import math
@@ -173,6 +174,11 @@ def _routed(h, routes, valid, load, w: ExpertWeights, spec, dropless: bool):
     return capacity_experts(h, rows, routes.weights, w), (valid[:, None] & ~rows.kept).sum(dtype=jnp.int32)
 
 
+def router_logits(x: Float[Array, 'T D'], router: Float[Array, 'D E'], spec) -> Float[Array, 'T E']:
+    """`x @ router` computed in `spec.router_dtype`, taken to float32; no bias."""
+    return linear(x.astype(spec.router_dtype), router.astype(spec.router_dtype)).astype(jnp.float32)
+
+
 def moe(
     x: Float[Array, 'T D'],
     w: MoEWeights,
@@ -185,7 +191,7 @@ def moe(
 
     Router logits are computed in `spec.router_dtype` and taken to float32.
     """
-    logits = linear(x.astype(spec.router_dtype), w.router.astype(spec.router_dtype)).astype(jnp.float32)
+    logits = router_logits(x, w.router, spec)
     routes = route(logits, bias, valid, spec.top_k, spec.combine_sum)
     load = expert_load(routes.experts, valid, spec.experts)
     h = rms_norm(linear(x, w.down), w.gain, spec.norm_eps)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INITS', 'GROUPS', 'SITES', 'PIECE', 'DTYPES', 'Leaf', 'table', 'piece', 'initial', 'RouterBias', 'Part', 'LM',
-           'groups', 'Compute', 'block', 'hidden']
+           'groups', 'Compute', 'attention_half', 'routing_of', 'expert_half', 'block', 'hidden']
 
 # %% ../../../nbs/model/05_lm.ipynb #3c80f106
 import itertools
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..errors import UsageError, unknown
 from .attention import AttentionWeights, attention, short_conv
-from .experts import MoEWeights, Telemetry, moe
+from .experts import MoEWeights, Telemetry, moe, router_logits
 from .norms import KEPT, gated_norm, rms_norm
 from ..recipe.spec import HERO, ModelSpec
 
@@ -245,6 +245,29 @@ def _conv(x, block: Part, name: str, segments):
     return short_conv(x, getattr(block, name)[...].astype(x.dtype), segments) if hasattr(block, name) else x
 
 
+def attention_half(part: Part, x: Float[Array, 'B S D'], segments, is_global, spec: ModelSpec, compute: Compute):
+    """The residual stream after a block's attention."""
+    a = _norm(x, part.attention_norm, spec.norm_eps, compute.dtype)
+    weights = AttentionWeights(**_arrays(part.attention, compute.dtype))
+    y = attention(a, weights, segments, is_global, spec, compute.attention_block)
+    return x + _conv(y, part, 'attention_taps', segments)
+
+
+def routing_of(part: Part, x: Float[Array, 'B S D'], spec: ModelSpec, compute: Compute) -> Float[Array, 'T E']:
+    """Router logits of a block, without bias, for the residual stream after its attention."""
+    m = _norm(x, part.mlp_norm, spec.norm_eps, compute.dtype).reshape(-1, spec.width)
+    return router_logits(m, part.moe.router[...], spec)
+
+
+def expert_half(part: Part, x: Float[Array, 'B S D'], segments, spec: ModelSpec, compute: Compute):
+    """The residual stream after a block's experts, and the layer's telemetry."""
+    m = _norm(x, part.mlp_norm, spec.norm_eps, compute.dtype)
+    weights = MoEWeights(**_arrays(part.moe, compute.dtype))
+    valid = (segments > 0).reshape(-1)
+    y, told = moe(m.reshape(-1, spec.width), weights, part.router_bias[...], valid, spec, compute.dropless)
+    return x + _conv(y.reshape(x.shape), part, 'mlp_taps', segments), told
+
+
 def block(
     part: Part,
     x: Float[Array, 'B S D'],
@@ -254,16 +277,7 @@ def block(
     compute: Compute,
 ) -> tuple[Float[Array, 'B S D'], Telemetry]:
     """One block on the residual stream: attention, then experts, each on a normalised copy (marin #8435)."""
-    a = _norm(x, part.attention_norm, spec.norm_eps, compute.dtype)
-    weights = AttentionWeights(**_arrays(part.attention, compute.dtype))
-    x = x + _conv(
-        attention(a, weights, segments, is_global, spec, compute.attention_block), part, 'attention_taps', segments
-    )
-    m = _norm(x, part.mlp_norm, spec.norm_eps, compute.dtype)
-    weights = MoEWeights(**_arrays(part.moe, compute.dtype))
-    valid = (segments > 0).reshape(-1)
-    y, told = moe(m.reshape(-1, spec.width), weights, part.router_bias[...], valid, spec, compute.dropless)
-    return x + _conv(y.reshape(x.shape), part, 'mlp_taps', segments), told
+    return expert_half(part, attention_half(part, x, segments, is_global, spec, compute), segments, spec, compute)
 
 # %% ../../../nbs/model/05_lm.ipynb #e64a66ff
 def hidden(
