@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INITS', 'GROUPS', 'SITES', 'PIECE', 'DTYPES', 'Leaf', 'table', 'piece', 'initial', 'RouterBias', 'Part', 'LM',
-           'groups', 'Compute', 'attention_half', 'routing_of', 'expert_half', 'block', 'hidden']
+           'groups', 'Compute', 'attention_half', 'routing_of', 'expert_half', 'block', 'embed', 'finish', 'hidden']
 
 # %% ../../../nbs/model/05_lm.ipynb #3c80f106
 import itertools
@@ -280,6 +280,17 @@ def block(
     return expert_half(part, attention_half(part, x, segments, is_global, spec, compute), segments, spec, compute)
 
 # %% ../../../nbs/model/05_lm.ipynb #e64a66ff
+def embed(model: LM, tokens: Int[Array, 'B S'], compute: Compute) -> Float[Array, 'B S D']:
+    """The residual stream before the first block."""
+    x = model.embedding[...].at[tokens].get(mode='clip').astype(compute.dtype)
+    return _norm(x, model.embedding_norm, model.spec.norm_eps, compute.dtype)
+
+
+def finish(model: LM, x: Float[Array, 'B S D'], compute: Compute) -> Float[Array, 'B S D']:
+    """The residual stream after the last block, normalised for the head."""
+    return _norm(x, model.final_norm, model.spec.norm_eps, compute.dtype)
+
+
 def hidden(
     model: LM, tokens: Int[Array, 'B S'], segments: Int[Array, 'B S'], compute: Compute = Compute()
 ) -> tuple[Float[Array, 'B S D'], Telemetry]:
@@ -289,8 +300,6 @@ def hidden(
     and counts in no statistic. Routing uses the bias the model holds; the telemetry carries the next one.
     """
     spec, (graph, stack) = model.spec, nnx.split(model.blocks)
-    x = model.embedding[...].at[tokens].get(mode='clip').astype(compute.dtype)
-    x = _norm(x, model.embedding_norm, spec.norm_eps, compute.dtype)
 
     def layer(x, of_layer):
         state, is_global = of_layer
@@ -298,5 +307,5 @@ def hidden(
 
     policy = None if compute.remat else jax.checkpoint_policies.save_only_these_names(KEPT)
     flags = jnp.asarray([spec.is_global(i) for i in range(spec.layers)])
-    x, told = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, (stack, flags))
-    return _norm(x, model.final_norm, spec.norm_eps, compute.dtype), told
+    x, told = jax.lax.scan(jax.checkpoint(layer, policy=policy), embed(model, tokens, compute), (stack, flags))
+    return finish(model, x, compute), told
