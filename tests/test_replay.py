@@ -14,6 +14,7 @@ import pytest
 from ladderbook import record
 from ladderbook.errors import DriftError, IntegrityError, LockedError, ResourceError, UsageError
 from ladderbook.files import lock
+from ladderbook.recipe import rungs
 from ladderbook.record import read_run, verify
 from ladderbook.replay import rung, runners
 from ladderbook.settings import load
@@ -27,7 +28,23 @@ for step in range(done + 1, 9):
         f.write(json.dumps({'step': step, 'loss': 8.0 / step}) + '\\n')
     if (pathlib.Path(folder).parent / 'slow').exists() and step >= 3:
         time.sleep(60)"""
-FIGURES = "(pathlib.Path(folder) / 'metrics.json').write_text(json.dumps({'loss': 1.0}))"
+METRICS = {'schema': 'ladderbook.metrics', 'version': 1, 'loss': 1.0, 'dropped': [0.0]}
+DEAF = """import json, pathlib, signal, time
+heard = lambda *_: (pathlib.Path(folder).parent / 'asked').touch()
+signal.signal(signal.SIGINT, heard)
+(pathlib.Path(folder) / 'events.jsonl').write_text(json.dumps({'step': 1, 'loss': 8.0}) + '\\n')
+while True:
+    time.sleep(0.1)"""
+FIGURES = f"import json, pathlib\n(pathlib.Path(folder) / 'metrics.json').write_text(json.dumps({METRICS!r}))"
+LONG = 600  # seconds, for what takes two on a quiet machine: nothing here waits for a clock
+
+
+@pytest.fixture(autouse=True)
+def interrupts():
+    "A shell that starts the tests in the background has them ignore SIGINT; here it is to arrive."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def write_notebook(path: Path, *sources: str) -> Path:
@@ -47,7 +64,7 @@ def write_notebook(path: Path, *sources: str) -> Path:
     return path
 
 
-def a_run(tmp_path: Path, *sources: str, timeout: int = 100, **parameters) -> rung.Replay:
+def a_run(tmp_path: Path, *sources: str, timeout: int = LONG, **parameters) -> rung.Replay:
     note = write_notebook(tmp_path / 'in.ipynb', HEAD, *sources)
     folder = tmp_path / 'run'
     return rung.Replay(
@@ -82,11 +99,13 @@ def check_record(plan: rung.Replay, status: str, code: int) -> dict:
 
 
 def once_logged(plan: rung.Replay, steps: int, do) -> threading.Thread:
-    """Call `do` as soon as the run has logged `steps` steps."""
+    """Call `do` as soon as the run has logged `steps` steps; never, when it ends before."""
 
     def watch():
-        log = plan.folder / 'events.jsonl'
+        log, end = plan.folder / 'events.jsonl', plan.folder / 'manifest.json'
         while not log.exists() or len(log.read_text().splitlines()) < steps:
+            if end.exists():
+                return
             time.sleep(0.05)
         do()
 
@@ -112,6 +131,47 @@ def test_interrupted_then_resumed(tmp_path):
     assert [e['step'] for e in record.read_lines(plan.folder / 'events.jsonl')] == list(range(1, 9))
 
 
+def test_two_quick_interrupts_are_one_request(tmp_path):
+    plan = a_run(tmp_path, COUNT, FIGURES)
+    (tmp_path / 'slow').touch()
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # or the second is merged with the first
+        os.kill(os.getpid(), signal.SIGINT)
+
+    once_logged(plan, 3, twice)
+    outcome = rung.replay(plan)
+    assert (outcome.status, outcome.exit_code, outcome.reason) == ('interrupted', 130, 'stopped on request')
+    check_record(plan, 'interrupted', 130)
+
+
+def test_who_asks_again_does_not_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(runners, 'AGAIN', 0.0)
+    monkeypatch.setattr(runners, 'GRACE', float(LONG))
+    plan = a_run(tmp_path, DEAF)
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        while not (tmp_path / 'asked').exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = once_logged(plan, 1, twice)
+    assert (rung.replay(plan).exit_code, thread.is_alive()) == (130, False)
+    check_record(plan, 'interrupted', 130)
+
+
+def test_an_ignored_hangup_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with runners.stop_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (signal.getsignal(signal.SIGHUP), stop.number) == (signal.SIG_IGN, 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_termination_is_a_request_to_stop(tmp_path):
     plan = a_run(tmp_path, COUNT, FIGURES)
     (tmp_path / 'slow').touch()
@@ -122,11 +182,14 @@ def test_termination_is_a_request_to_stop(tmp_path):
 
 
 def test_timeout_kills_what_does_not_listen(tmp_path, monkeypatch):
+    """The clock jumps once the kernel is deaf, so that it does not matter how long it took to start."""
     monkeypatch.setattr(runners, 'GRACE', 1.0)
-    deaf = 'import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True:\n    time.sleep(0.1)'
-    plan = a_run(tmp_path, deaf, timeout=4)
+    late, real = threading.Event(), time.monotonic
+    monkeypatch.setattr(time, 'monotonic', lambda: real() + (LONG if late.is_set() else 0))
+    plan = a_run(tmp_path, DEAF)
+    once_logged(plan, 1, late.set)
     outcome = rung.replay(plan)
-    assert (outcome.status, outcome.exit_code) == ('timeout', 124) and '4 s' in outcome.reason
+    assert (outcome.status, outcome.exit_code) == ('timeout', 124) and f'{LONG} s' in outcome.reason
     check_record(plan, 'timeout', 124)
 
 
@@ -175,11 +238,111 @@ def test_finished_is_verified_kept_and_replaced_only_when_fresh(tmp_path):
     assert rung.replay(plan).already
     assert read_run(plan.folder)['observed'] == before
     (plan.folder / 'events.jsonl').write_text('{"step": 1, "loss": 0.1}\n')
-    with pytest.raises(IntegrityError, match='events.jsonl'):
+    with pytest.raises(IntegrityError, match='events.jsonl.*--fresh'):
+        rung.replay(plan)
+    (plan.folder / 'manifest.json').unlink()
+    with pytest.raises(IntegrityError, match='no manifest.json: it finished, .*--fresh'):
         rung.replay(plan)
     assert rung.replay(plan, fresh=True).status == 'finished'
     assert len(check_record(plan, 'finished', 0)['attempts']) == 1
     assert len(record.read_lines(plan.folder / 'events.jsonl')) == 8
+
+
+DISK = """import json, pathlib
+log = pathlib.Path(folder) / 'events.jsonl'
+if not log.exists():
+    log.write_text(json.dumps({'step': 1, 'loss': 8.0}) + '\\n')
+    f = open(pathlib.Path(folder) / 'timings.jsonl', 'ab', buffering=0)
+    while True:
+        f.write(b'{"step": 1, "seconds": 0.5}\\n' * 1000 + b'{"step": 1, "sec')"""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A file system of 12 MB, where this user may mount one."
+    place = tmp_path / 'disk'
+    place.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=12m', 'tmpfs', place], capture_output=True).returncode:
+        pytest.skip('no file system can be mounted here')
+    yield place
+    subprocess.run(['umount', '-l', place], check=True)
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(small_disk):
+    """The disk fills while a log is written: no room for the notebook either, but for the record there is."""
+    plan = a_run(small_disk, DISK, FIGURES)
+    outcome = rung.replay(plan)
+    assert (outcome.status, outcome.exit_code) == ('failed', 5) and 'No space left' in outcome.reason
+    observed = check_record(plan, 'failed', 5)
+    assert 'the disk is full' in observed['reason'] and not (plan.folder / '.reserve').exists()
+    (plan.folder / 'timings.jsonl').write_bytes((plan.folder / 'timings.jsonl').read_bytes()[-500:])
+    assert rung.replay(plan).status == 'finished'
+    check_record(plan, 'finished', 0)
+
+
+def test_a_full_device_is_told_as_a_full_disk(tmp_path):
+    plan = a_run(tmp_path, "f = open('/dev/full', 'w')\nf.write('x')\nf.flush()")
+    outcome = rung.replay(plan)
+    assert (outcome.status, outcome.exit_code) == ('failed', 5)
+    assert outcome.reason == 'the disk is full: [Errno 28] No space left on device'
+    check_record(plan, 'failed', 5)
+
+
+def test_a_log_torn_by_a_kill_is_cut_back_before_the_next_attempt(tmp_path):
+    plan = a_run(tmp_path, COUNT, FIGURES)
+    plan.folder.mkdir()
+    record.write_run(plan.folder, plan.identity, record.ended(record.observe(record.stamp()), 'killed', 137, 1.0))
+    (plan.folder / 'events.jsonl').write_text('{"step": 1, "loss": 8.0}\n{"step": 2, "lo')
+    (plan.folder / 'timings.jsonl').write_text('{"step": 1}\n{"ste')
+    assert rung.replay(plan).status == 'finished'
+    assert [e['step'] for e in record.read_lines(plan.folder / 'events.jsonl')] == list(range(1, 9))
+    assert (plan.folder / 'timings.jsonl').read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    'name, harm, key',
+    [
+        ('run.json', lambda v: v['observed'].pop('attempts'), 'observed.attempts'),
+        ('run.json', lambda v: v['observed'].update(attempts=[{'status': 'killed'}]), 'observed.attempts.0.seconds'),
+        ('run.json', lambda v: v['observed'].update(status=3), 'observed.status'),
+        ('run.json', lambda v: v.pop('identity'), 'identity'),
+        ('run.json', lambda v: v['identity'].update(seed='0'), 'identity.seed'),
+        ('manifest.json', lambda v: v.pop('files'), 'files'),
+        ('manifest.json', lambda v: v['files'].update({'run.json': 'x'}), 'files.run.json'),
+        ('manifest.json', lambda v: v.pop('digests'), 'digests'),
+    ],
+)
+def test_a_record_without_a_key_is_refused_by_file_and_key_and_can_be_replaced(tmp_path, name, harm, key):
+    plan = a_run(tmp_path, '')
+    a_finished_record(plan)
+    value = json.loads((plan.folder / name).read_text())
+    harm(value)
+    (plan.folder / name).write_text(json.dumps(value))
+    with pytest.raises(IntegrityError, match=f'{name}.* {key}[ ;].*--fresh') as e:
+        rung.replay(plan)
+    assert e.value.exit_code == 3 and '\n' not in str(e.value)
+
+
+def a_finished_record(plan: rung.Replay) -> None:
+    record.write_run(plan.folder, plan.identity, record.ended(record.observe(record.stamp()), 'finished', 0, 1.0))
+    (plan.folder / 'events.jsonl').write_text('{"step": 1, "loss": 8.0}\n')
+    record.write_manifest(plan.folder)
+
+
+@pytest.mark.parametrize('name', ['events.jsonl', 'timings.jsonl'])
+@pytest.mark.parametrize(
+    'line, words',
+    [('{"loss": 8.0}', 'lacks the key step'), ('{"step": "1"}', "step is '1'; expected int"), ('[1]', 'an object')],
+)
+def test_a_log_line_without_a_step_is_refused_before_the_run_goes_on(tmp_path, name, line, words):
+    plan = a_run(tmp_path, COUNT, FIGURES)
+    record.write_run(plan.folder, plan.identity, record.ended(record.observe(record.stamp()), 'interrupted', 130, 1.0))
+    before = (plan.folder / 'run.json').read_bytes()
+    (plan.folder / name).write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(IntegrityError, match='line 2') as e:
+        rung.replay(plan)
+    assert words in str(e.value) and name in str(e.value)
+    assert (plan.folder / 'run.json').read_bytes() == before and not (plan.folder / 'rung.ipynb').exists()
 
 
 SECOND = """
@@ -197,7 +360,9 @@ def test_second_start_is_refused_and_a_killed_command_leaves_nothing_running(tmp
     (tmp_path / 'slow').touch()
     text = json.dumps({k: getattr(plan, k) for k in plan.__slots__}, default=str)
     other = subprocess.Popen([sys.executable, '-c', SECOND, text], stderr=subprocess.DEVNULL)
-    once_logged(plan, 3, lambda: None).join(60)
+    waiting = once_logged(plan, 3, lambda: None)
+    waiting.join(LONG)
+    assert not waiting.is_alive()
     with pytest.raises(LockedError, match=f'process {other.pid}') as e:
         rung.replay(plan)
     assert e.value.exit_code == 7
@@ -205,7 +370,7 @@ def test_second_start_is_refused_and_a_killed_command_leaves_nothing_running(tmp
     assert rung._is_alive(child)
     other.kill()
     other.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + LONG
     while rung._is_alive(child) and time.monotonic() < until:
         time.sleep(0.1)
     assert not rung._is_alive(child)
@@ -253,6 +418,14 @@ def test_a_wrong_lock_is_drift(tmp_path):
     assert record.drift(load().home.joinpath('containers/locks/train.lock').read_text(), None) == []
 
 
+SIZES = {'layers': 2, 'experts': 8, 'sequence': 64, 'window': 32, 'batch': 4, 'vocab': 512, 'tokens': 3072}
+
+
+def tiny(**changes) -> dict:
+    "Parameters of a rung that the corpus of the tests can train, but for the `changes`."
+    return {'corpus': 'tiny', 'changes': ' '.join(f'{k}:{v}' for k, v in (SIZES | changes).items())}
+
+
 @pytest.mark.parametrize(
     'name, given, error, words',
     [
@@ -265,6 +438,19 @@ def test_a_wrong_lock_is_drift(tmp_path):
         ('desk-micro', {'corpus': 'desk-v9'}, UsageError, 'desk-v0'),
         ('desk-micro', {'changes': 'bacth=2'}, UsageError, 'batch'),
         ('desk-micro', {'changes': 'batch'}, UsageError, 'name=value'),
+        ('desk-micro', {'experts': 'bogus'}, UsageError, 'dropless, capacity'),
+        ('desk-micro', {'corpus': 'tiny'}, UsageError, 'vocab is 4096; expected 512'),
+        ('desk-micro', tiny(sequence=192), UsageError, 'sequence is 192'),
+        ('desk-micro', tiny(layers=0), UsageError, 'layers is 0'),
+        ('desk-micro', tiny(head_dim=33), UsageError, 'head_dim = 33'),
+        ('desk-micro', tiny(layers=5000), UsageError, 'at most 1,024'),
+        ('desk-micro', tiny(optimizer='adamw'), UsageError, 'muonh, adamh'),
+        ('desk-micro', tiny(generation='delphi-v1'), UsageError, 'muonh, adamh'),
+        ('desk-micro', tiny(newton_schulz_steps=6), UsageError, '1 to 5'),
+        ('desk-micro', tiny(warmup_steps=12), UsageError, 'fewer than the 12'),
+        ('desk-micro', tiny(decay_steps=0), UsageError, '1 or more'),
+        ('desk-micro', {'seed': '9' * 5000}, UsageError, '18 digits'),
+        ('desk-micro', {'seed': '1²'}, UsageError, 'expected int'),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(tmp_path, name, given, error, words):
@@ -282,3 +468,56 @@ def test_missing_corpus_and_unknown_runner(tmp_path):
         rung.prepare('desk-micro', {'corpus': 'desk-v0'}, here)
     with pytest.raises(UsageError, match='known: host'):
         rung.prepare('desk-micro', {}, here, runner_name='docker')
+
+
+def moved(tmp_path):
+    here = load()
+    return replace(here, paths=replace(here.paths, runs=tmp_path / 'runs', cache=tmp_path / 'cache'))
+
+
+def test_a_row_longer_than_the_corpus_and_a_timeout_of_nothing(tmp_path):
+    given = tiny(sequence=131_072, batch=1, tokens=1e6, layers=1)
+    with pytest.raises(UsageError, match='too few for a row of 131072'):
+        rung.prepare('desk-micro', given, moved(tmp_path))
+    with pytest.raises(UsageError, match='timeout is 0'):
+        rung.prepare('desk-micro', {}, moved(tmp_path), timeout=0)
+    with pytest.raises(UsageError, match="no runner is called ''"):
+        rung.prepare('desk-micro', {}, moved(tmp_path), runner_name='')
+
+
+def test_a_changed_rung_is_judged_by_what_it_takes(tmp_path):
+    plain = rung.prepare('desk-micro', tiny(), moved(tmp_path))
+    longer = rung.prepare('desk-micro', tiny(tokens=3e8), moved(tmp_path))
+    assert plain.minutes < 1 and longer.minutes > 30
+    wide = tiny(experts=65_536, width=2048, tokens=1e7)
+    with pytest.raises(ResourceError, match='desk-micro needs .* GB of'):
+        rung.prepare('desk-micro', wide, moved(tmp_path))
+    assert not (tmp_path / 'runs').exists()
+
+
+def test_a_damaged_record_can_be_replaced(tmp_path):
+    here, given = moved(tmp_path), tiny()
+    folder = rung.prepare('desk-micro', given, here).folder
+    folder.mkdir(parents=True)
+    (folder / 'run.json').write_text('{"schema": "ladderbook.run", "version": 1}')
+    with pytest.raises(IntegrityError, match='lacks the key identity; .*--fresh'):
+        rung.prepare('desk-micro', given, here)
+    assert rung.prepare('desk-micro', given, here, fresh=True).state == 'damaged'
+
+
+def test_what_is_refused_without_jax_is_what_jax_refuses():
+    """The constants that `check_rung` holds against a rung are those of the training side."""
+    from ladderbook.model import lm
+    from ladderbook.replay.parameters import parameters
+    from ladderbook.settings import bundled
+    from ladderbook.train import loop, optim, step
+
+    assert lm.Compute().attention_block == rung.ATTENTION_BLOCK == step.DESK.compute.attention_block
+    assert len(optim.QUINTIC) == rung.NEWTON_SCHULZ
+    assert parameters(bundled('nbs', 'rungs', 'desk.ipynb'))['experts'].choices == tuple(step.EXPERTS)
+    assert (5 * loop.EVAL_ROWS, 5 * loop.FINAL_ROWS) == rungs.EVALUATED
+    text = {'vocab': 512, 'tokens': 40_960}
+    for name in rung.TRAINED:
+        step.program(rungs.changed(rungs.rung('desk-micro'), optimizer=name, **text).recipe)
+    with pytest.raises(UsageError, match='on paper only'):
+        step.program(rungs.changed(rungs.rung('desk-micro'), optimizer='adamw', **text).recipe)
