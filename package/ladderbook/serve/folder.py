@@ -239,7 +239,8 @@ BLOCK = 1 << 24
 def _blocks(f, begin: int, end: int) -> Iterator[bytes]:
     f.seek(begin)
     while begin < end:
-        data = f.read(min(BLOCK, end - begin))
+        if not (data := f.read(min(BLOCK, end - begin))):
+            raise IntegrityError(f'{f.name} became shorter while it was read')
         begin += len(data)
         yield data
 
