@@ -1,5 +1,5 @@
 # Every command of the bundle. `make` alone lists them. Defaults (environment, rung, corpus) stand in settings.ini.
-.PHONY: help replay test lint lock fetch clean edit fold export bench plan dev train
+.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve-env dev train
 .DEFAULT_GOAL := help
 
 FOUND := $(shell sh tools/python.sh $(PYTHON))
@@ -12,7 +12,7 @@ LADDERBOOK := $(BIN)/ladderbook
 
 help: ## this list, and which Python was found
 	@echo "Python: $(FOUND)"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 replay: train ## environment, corpus, smallest desk rung, summary   [RUNG=desk-64 SEED=0 OFFLINE=DIR]
 	@$(LADDERBOOK) plan $(RUNG) > /dev/null
@@ -48,6 +48,9 @@ bench: dev ## speed against a peer and against earlier, recorded under artifacts
 
 clean: ## what could be removed and how much it is; removes it with YES=1, runs too with RUNS=1
 	@$(FOUND) tools/clean.py $(if $(YES),--yes) $(if $(RUNS),--runs)
+
+serve-env: ## the serving environment (stock vLLM on the CPU), for `ladderbook serve`, `parity`
+	@$(ENV) serve
 
 # the environments that the commands above need
 train:

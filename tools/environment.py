@@ -1,4 +1,4 @@
-"""The training environment: made once per lock, checked by hash, brought in step when the lock changes.
+"""The environments: made once per lock, checked by hash, brought in step when the lock changes.
 
 Runs with any Python >= 3.11 and its standard library alone, because it makes the environment that has the rest.
 """
@@ -21,8 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / 'containers' / 'locks'
-KEPT = {'pip', 'setuptools', 'ladderbook'}
-DISK = 2_000_000_000
+KEPT = {'pip', 'setuptools', 'ladderbook', 'vllm'}
+FILES = {'train': 'train.lock', 'dev': 'dev.lock', 'serve': 'serve-cpu.txt'}
+DISK = {'train': 2_000_000_000, 'dev': 2_000_000_000, 'serve': 5_000_000_000}
+STATED = {'train': 'about a minute', 'dev': 'about a minute', 'serve': 'about three minutes, 0.5 GB of downloads'}
+METADATA = ROOT / 'containers' / 'serve' / 'vllm-metadata'
 
 
 def setting(section, key):
@@ -53,8 +56,8 @@ def wanted(name):
     "What the stamp must say for the environment to be ready for lock `name`."
     return {
         'lock': name,
-        'sha256': sha256(LOCKS / f'{name}.lock'),
-        'project': sha256(ROOT / 'pyproject.toml', ROOT / 'setup.py'),
+        'sha256': sha256(LOCKS / FILES[name]),
+        'project': sha256(ROOT / 'pyproject.toml', ROOT / 'setup.py', METADATA / 'pyproject.toml'),
         'root': str(ROOT),
     }
 
@@ -108,7 +111,7 @@ def extras(folder, lock):
 
 def make(folder, name, offline):
     "Install the lock into `folder` with hash checking, drop what it does not name, add the package itself."
-    lock = LOCKS / f'{name}.lock'
+    lock = LOCKS / FILES[name]
     source = ['--no-index', '--find-links', str(Path(offline) / 'wheels')] if offline else []
     if not works(folder):
         venv.EnvBuilder(clear=True, with_pip=True, symlinks=True).create(folder)
@@ -116,8 +119,20 @@ def make(folder, name, offline):
     pip(folder, 'install', '--no-deps', '--require-hashes', *source, '-r', lock, offline=offline)
     if gone := extras(folder, lock):
         pip(folder, 'uninstall', '--yes', *gone)
+    if name == 'serve':
+        pip(folder, 'install', '--no-deps', '--no-build-isolation', METADATA)
     pip(folder, 'install', '--no-deps', '--no-build-isolation', *source, '-e', ROOT, offline=offline)
     (folder / 'ladderbook.json').write_text(json.dumps(wanted(name)), encoding='utf-8')
+
+
+def not_served():
+    "Why this machine cannot have the serving environment, or nothing."
+    if (platform.system(), platform.machine(), *sys.version_info[:2]) == ('Linux', 'x86_64', 3, 11):
+        return ''
+    return (
+        f'the serving lock is for Linux x86_64 and Python 3.11, this is {here()}; '
+        'use PYTHON=/path/to/python3.11, or on a GPU machine `pip install ladderbook[serve]`, which takes stock vLLM'
+    )
 
 
 def here():
@@ -128,10 +143,13 @@ def here():
 def main():
     "Bring the environment in step with a lock, one process at a time."
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument('lock', choices=['train', 'dev', 'path'], help='which lock, or print the folder and stop')
+    p.add_argument('lock', choices=[*FILES, 'path'], help='which lock, or print the folder and stop')
     p.add_argument('--offline', help='a folder made by `make fetch`: no index is asked')
     a = p.parse_args()
-    folder = ROOT / setting('environments', 'train')
+    folder = ROOT / setting('environments', 'serve' if a.lock == 'serve' else 'train')
+    if a.lock == 'serve' and (why := not_served()):
+        print(why, file=sys.stderr)
+        sys.exit(5)
     if a.lock == 'path':
         return print(setting('environments', 'train'))
     cache = ROOT / setting('paths', 'cache')
@@ -141,15 +159,15 @@ def main():
         name = rather(folder, a.lock)
         if ready(folder, name):
             return None
-        if not folder.exists() and (free := shutil.disk_usage(ROOT).free) < DISK:
-            print(f'the environment needs {DISK / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free', file=sys.stderr)
+        if not folder.exists() and (free := shutil.disk_usage(ROOT).free) < (need := DISK[name]):
+            print(f'the environment needs {need / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free', file=sys.stderr)
             sys.exit(5)
         print(f'Python {platform.python_version()} found at {sys.executable}', flush=True)
         if a.offline:
             from offline import verify
 
             verify(a.offline)
-        print(f'making {folder} from containers/locks/{name}.lock (about a minute) ...', flush=True)
+        print(f'making {folder} from containers/locks/{FILES[name]} ({STATED[name]}) ...', flush=True)
         start = time.monotonic()
         make(folder, name, a.offline)
         print(f'{folder} is ready, {time.monotonic() - start:.0f} s', flush=True)
