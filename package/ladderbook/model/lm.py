@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['INITS', 'GROUPS', 'SITES', 'PIECE', 'DTYPES', 'Leaf', 'table', 'piece', 'initial', 'RouterBias', 'Part', 'LM',
-           'groups', 'Compute', 'attention_half', 'routing_of', 'expert_half', 'block', 'embed', 'finish', 'hidden']
+           'filled', 'groups', 'Compute', 'attention_half', 'routing_of', 'expert_half', 'block', 'embed', 'finish',
+           'hidden']
 
 # %% ../../../nbs/model/05_lm.ipynb #3c80f106
 import itertools
@@ -177,12 +178,25 @@ class Part(nnx.Module):
 class LM(Part):
     """The language model of `spec`, with attributes as in `table(spec)`: `model.blocks.attention.query` is [N D Hh].
 
-    `nnx.eval_shape(lambda: LM(spec, nnx.Rngs(0)))` builds it without allocating.
+    `nnx.eval_shape(lambda: LM(spec, nnx.Rngs(0)))` builds it without allocating. `values`, by path, take the place of
+    initial ones; see `filled`.
     """
 
-    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs):
-        super().__init__(initial(table(spec), spec.init_std, rngs.params()))
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs | None = None, values: dict[str, Array] | None = None):
+        super().__init__(initial(table(spec), spec.init_std, rngs.params()) if values is None else values)
         self.spec = spec
+
+
+def filled(spec: ModelSpec, arrays: dict) -> LM:
+    """The model of `spec` with `arrays`, by path in its table, in the dtypes of the table; `UsageError` names a path that
+    is missing, unknown or of another shape."""
+    leaves = table(spec)
+    for path in sorted(leaves.keys() ^ arrays.keys()):
+        raise UsageError(f'{path} is {"missing" if path in leaves else "unknown"}; expected the arrays of the table')
+    for path, leaf in leaves.items():
+        if arrays[path].shape != leaf.shape:
+            raise UsageError(f'{path} has shape {arrays[path].shape}; expected {leaf.shape}')
+    return LM(spec, values={path: jnp.asarray(arrays[path], leaf.dtype) for path, leaf in leaves.items()})
 
 # %% ../../../nbs/model/05_lm.ipynb #fe9b000a
 _GROUP_OF = {path: leaf.group for path, leaf in table(HERO).items()}
