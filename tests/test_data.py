@@ -1,6 +1,7 @@
 """Data: faults that a reader will meet, the whole way from archives to batches, and equality over threads and workers."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -294,6 +295,57 @@ def test_damaged_corpus_names_the_file(tmp_path, name, harm):
         tokens.open_corpus(folder)
 
 
+@pytest.mark.parametrize('name', ['notes.txt', 'heldout/extra.bin', '.hidden'])
+def test_a_file_that_does_not_belong_is_named(tmp_path, name):
+    folder = tokens.tiny(tmp_path / 'tiny').folder
+    (folder / name).write_text('x')
+    with pytest.raises(IntegrityError, match=f'{name} in .* is no file that corpus.json names') as e:
+        tokens.open_corpus(folder)
+    assert e.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    'harm, words',
+    [
+        (lambda v: v.pop('files'), 'lacks the key files'),
+        (lambda v: v.pop('vocab'), 'lacks the key vocab'),
+        (lambda v: v.update(vocab='512'), "vocab is '512'; expected int"),
+        (lambda v: v.update(domains=[1]), 'domains.0 is 1; expected str'),
+        (lambda v: v['files'].update({'train.bin': None}), 'files.train.bin is None; expected str'),
+        (lambda v: v['files'].pop('train.bin'), 'does not name train.bin'),
+        (lambda v: v['domains'].append('poems'), 'does not name heldout/poems.bin'),
+    ],
+)
+def test_a_corpus_file_without_a_key_is_refused(tmp_path, harm, words):
+    path = tokens.tiny(tmp_path / 'tiny').folder / 'corpus.json'
+    value = json.loads(path.read_text())
+    harm(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(IntegrityError, match=r'corpus\.json') as e:
+        tokens.open_corpus(path.parent)
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize(
+    'harm, words',
+    [
+        (lambda v: v.pop('total'), 'lacks the key total'),
+        (lambda v: v.pop('identity'), 'lacks the key identity'),
+        (lambda v: v['rows'][0].pop('licence'), 'lacks the key rows.0.licence'),
+        (lambda v: v['rows'][1]['train'].update(tokens='7'), "rows.1.train.tokens is '7'; expected int"),
+        (lambda v: v['rows'][0].update(colour='red'), "a row has 'colour'"),
+    ],
+)
+def test_a_provenance_table_without_a_key_is_refused(tiny, tmp_path, harm, words):
+    path = tokens.publish(tiny, tmp_path)
+    value = json.loads(path.read_text())
+    harm(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(IntegrityError, match=r'tiny\.json') as e:
+        provenance.read(path)
+    assert words in str(e.value)
+
+
 def test_no_corpus_and_half_a_corpus(tmp_path):
     with pytest.raises(ResourceError, match='data build'):
         tokens.open_corpus(tmp_path / 'none')
@@ -370,6 +422,44 @@ def test_an_epoch_takes_every_row_once(n, batch, seed, first):
     steps = range(first * n // batch, -(-(first + 1) * n // batch))
     epochs, rows = (np.concatenate(x) for x in zip(*(loader.order(n, batch, seed, s) for s in steps), strict=True))
     assert np.array_equal(np.sort(rows[epochs == first]), np.arange(n))
+
+
+@pytest.mark.parametrize(
+    'wrong, words',
+    [
+        ({'batch': 0}, 'batch is 0'),
+        ({'batch': -3}, 'batch is -3'),
+        ({'sequence': 0}, 'sequence is 0'),
+        ({'sequence': 10**18}, 'too few for a row'),
+        ({'seed': -1}, 'seed is -1'),
+        ({'step': -1}, 'step is -1'),
+        ({'step': 2 * 10**18}, 'step is 2000000000000000000; with a batch of 4 the last one is'),
+        ({'step': 2**70}, 'below 2'),
+        ({'step': True}, 'expected a whole number'),
+    ],
+)
+def test_a_loader_refuses_what_is_no_step(tiny, wrong, words):
+    asked = {'sequence': 64, 'batch': 4, 'seed': 0, 'step': 0} | wrong
+    for call in (loader.rows, loader.describe_rows):
+        with pytest.raises(UsageError) as e:
+            call(tiny, **asked)
+        assert words in str(e.value)
+    asked['start'] = asked.pop('step')
+    with pytest.raises(UsageError):
+        loader.batches(tiny, **asked)
+
+
+def test_a_loader_refuses_negative_helpers_and_takes_its_last_step(tiny):
+    for wrong in ({'prefetch': -1}, {'workers': -1}):
+        with pytest.raises(UsageError, match=f'{next(iter(wrong))} is'):
+            loader.batches(tiny, 64, 4, 0, **wrong)
+    for wrong in ({'sequence': 0}, {'batch': -1}):
+        with pytest.raises(UsageError, match=f'{next(iter(wrong))} is'):
+            next(loader.heldout(tiny, 'docs', **{'sequence': 64, 'batch': 4} | wrong))
+    last = loader.LAST // 4 - 1
+    assert loader.rows(tiny, 64, 4, 0, last)['tokens'].shape == (4, 64)
+    with pytest.raises(UsageError, match=f'the last one is {last}'):
+        loader.rows(tiny, 64, 4, 0, last + 1)
 
 
 def test_orders_differ_by_seed_and_epoch():

@@ -484,18 +484,20 @@ def test_wheel_works_from_an_empty_folder(wheel, tmp_path):
 def test_clean_lists_and_removes_only_when_told(tmp_path):
     shutil.copytree(TOOLS, tmp_path / 'tools', ignore=shutil.ignore_patterns('__pycache__'))
     shutil.copy2(ROOT / 'settings.ini', tmp_path)
-    kept, run_, cache = tmp_path / 'nbs' / 'a', tmp_path / 'artifacts' / 'runs' / 'a', tmp_path / '.cache' / 'a'
+    kept, run_, cache = tmp_path / 'nbs' / 'a', tmp_path / 'artifacts' / 'runs' / 'r' / 'a', tmp_path / '.cache' / 'a'
     for path in (kept, run_, cache):
         path.parent.mkdir(parents=True)
         path.write_bytes(b'x' * 2_000_000)
     listed = run(sys.executable, 'tools/clean.py', cwd=tmp_path, PYTHONDONTWRITEBYTECODE='1')
     assert re.search(r'2\.0 MB +\.cache', listed.stdout) and 'nothing was removed' in listed.stdout
-    assert 'artifacts/runs' not in listed.stdout
+    assert '2.0 MB  artifacts/runs/r  (kept; RUNS=1 removes it)' in listed.stdout
+    assert '2.0 MB  of runs, kept' in listed.stdout and '2.0 MB  in all' in listed.stdout
     assert kept.exists() and run_.exists() and cache.exists()
     done = run(sys.executable, 'tools/clean.py', '--yes', cwd=tmp_path, PYTHONDONTWRITEBYTECODE='1')
-    assert '2.0 MB  removed' in done.stdout
+    assert '2.0 MB  removed' in done.stdout and 'kept; RUNS=1 removes it' in done.stdout
     assert kept.exists() and run_.exists() and not cache.exists()
-    run(sys.executable, 'tools/clean.py', '--yes', '--runs', cwd=tmp_path, PYTHONDONTWRITEBYTECODE='1')
+    done = run(sys.executable, 'tools/clean.py', '--yes', '--runs', cwd=tmp_path, PYTHONDONTWRITEBYTECODE='1')
+    assert '2.0 MB  artifacts/runs/r\n' in done.stdout and 'kept' not in done.stdout
     assert kept.exists() and not run_.exists()
 
 

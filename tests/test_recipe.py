@@ -153,6 +153,30 @@ def test_unknown_names_are_refused_with_the_nearest():
         spec.from_dict({k: v for k, v in spec.to_dict(HERO).items() if k != 'window'})
 
 
+@pytest.mark.parametrize('name', rungs.LIMITS)
+def test_a_size_beyond_its_limit_is_refused_at_once(name):
+    for value in (rungs.LIMITS[name] + 1, 9_999_999_999_999_999_999, 1e300):
+        with pytest.raises(UsageError, match=rf'{name} is \S+; expected at most {rungs.LIMITS[name]:,}'):
+            rungs.changed(rungs.rung('desk-64'), **{name: value})
+    assert rungs.LIMITS.keys() >= {f for f in spec.ModelSpec.__dataclass_fields__ if type(getattr(HERO, f)) is int}
+    assert getattr(HERO, name, 0) < rungs.LIMITS[name]
+
+
+def test_a_changed_rung_states_its_own_needs():
+    for name in rungs.NAMES:
+        assert rungs.changed(rungs.rung(name)) == rungs.rung(name)
+    plain = rungs.rung('desk-64')
+    twice = rungs.changed(plain, tokens=2 * plain.recipe.tokens, evaluations=2 * plain.evaluations + 8)
+    assert twice.recipe.tokens == 2 * plain.recipe.tokens
+    assert twice.minutes - rungs.STARTUP == pytest.approx(2 * (plain.minutes - rungs.STARTUP), rel=0.01)
+    wide = rungs.changed(plain, experts=8192)
+    assert wide.memory > plain.memory + 16 * (8192 - 96) * 4 * 3 * 32 * 32 - 10**9 and wide.disk > plain.disk
+    small = rungs.changed(plain, experts=8)
+    assert (small.memory, small.disk) == (plain.memory, plain.disk) and small.minutes < plain.minutes
+    half = rungs.changed(rungs.rung('rack-768'), layers=4)
+    assert half.minutes is None and half.memory == 16 * parameters(half.recipe.spec)['total']
+
+
 WIDTHS = st.integers(1, 24).map(lambda n: 256 * n)
 BUDGETS = st.integers(10**9, 10**13)
 

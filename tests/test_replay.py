@@ -17,6 +17,7 @@ from ladderbook.files import lock
 from ladderbook.recipe import rungs
 from ladderbook.record import read_run, verify
 from ladderbook.replay import rung, runners
+from ladderbook.replay.summary import screen, summary
 from ladderbook.settings import load
 
 HEAD = "folder: str = ''\nthreads: int = 1\nstop_after: int = 0"
@@ -131,6 +132,12 @@ def test_interrupted_then_resumed(tmp_path):
     assert [e['step'] for e in record.read_lines(plan.folder / 'events.jsonl')] == list(range(1, 9))
 
 
+def advice(plan: rung.Replay) -> list[str]:
+    "The last two lines of the screen, the command without its own name."
+    lines = screen(summary(plan.folder) | {'options': ['--yes']}).splitlines()[-2:]
+    return [lines[0], 'replay' + lines[1].split(' replay')[1]]
+
+
 def test_two_quick_interrupts_are_one_request(tmp_path):
     plan = a_run(tmp_path, COUNT, FIGURES)
     (tmp_path / 'slow').touch()
@@ -178,6 +185,10 @@ def test_termination_is_a_request_to_stop(tmp_path):
     once_logged(plan, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert rung.replay(plan).exit_code == 143
     check_record(plan, 'interrupted', 143)
+    assert advice(plan) == ['goes on      from the start (no checkpoint yet), with', 'replay stand-in --seed 0 --yes']
+    (plan.folder / 'checkpoints').mkdir()
+    (plan.folder / 'checkpoints' / '2.json').touch()
+    assert advice(plan)[0] == 'goes on      after step 2, with'
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -198,6 +209,7 @@ def test_killed_kernel_is_told_as_killed(tmp_path):
     outcome = rung.replay(plan)
     assert (outcome.status, outcome.exit_code) == ('killed', 137) and 'SIGKILL' in outcome.reason
     observed = check_record(plan, 'killed', 137)
+    assert advice(plan)[1] == 'replay stand-in --seed 0 --yes'
     cells = json.loads((plan.folder / 'rung.ipynb').read_text())['cells']
     assert [c['metadata'].get('papermill', {}).get('status') for c in cells][-2:] == ['failed', 'pending']
     assert observed['attempts'][0]['cell'] == len(cells) - 3  # counted without the line on top
@@ -489,7 +501,7 @@ def test_a_changed_rung_is_judged_by_what_it_takes(tmp_path):
     plain = rung.prepare('desk-micro', tiny(), moved(tmp_path))
     longer = rung.prepare('desk-micro', tiny(tokens=3e8), moved(tmp_path))
     assert plain.minutes < 1 and longer.minutes > 30
-    wide = tiny(experts=65_536, width=2048, tokens=1e7)
+    wide = tiny(experts=65_536, expert_width=4096, latent_width=4096, tokens=1e7)
     with pytest.raises(ResourceError, match='desk-micro needs .* GB of'):
         rung.prepare('desk-micro', wide, moved(tmp_path))
     assert not (tmp_path / 'runs').exists()
