@@ -263,21 +263,28 @@ def peer(
         out = Path(d) / 'out.json'
         command = [python, peers.__file__, folder, out, *sets, '--context', context]
         command += [x for m in modules for x in ('--import', m)]
-        with open(Path(d) / 'said', 'w+') as said:
-            done = subprocess.Popen(
-                [str(c) for c in command], stdout=subprocess.PIPE, stderr=said, text=True, env=_offline()
-            )
-            for line in done.stdout:
-                if line.startswith('['):
-                    progress(*json.loads(line))
-            if done.wait():
-                said.seek(0)
-                raise UsageError(
-                    f'{folder.name} could not be evaluated: {(said.read().strip() or "no message").splitlines()[-1]}'
-                )
+        _listen([str(c) for c in command], Path(d) / 'said', folder.name, progress)
         found = json.loads(out.read_text())
     parts = {n: [(i['nats'], i['bytes']) for i in s.values()] for n, s in found.pop('sets').items()}
     return {**found, 'tasks': {n: {'bits_per_byte': bits_per_byte(p)} for n, p in parts.items()}}
+
+
+def _listen(command: list[str], said: Path, name: str, progress: Progress) -> None:
+    "Run the other program to its end, passing on its progress; it does not outlive us."
+    with (
+        open(said, 'w') as f,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=f, text=True, env=_offline()) as p,
+    ):
+        try:
+            for line in p.stdout:
+                if line.startswith('['):
+                    progress(*json.loads(line))
+        except BaseException:
+            p.kill()
+            raise
+    if p.returncode:
+        last = (said.read_text(errors='replace').strip() or 'no message').splitlines()[-1]
+        raise UsageError(f'{name} could not be evaluated: {last}')
 
 
 def _offline() -> dict:
