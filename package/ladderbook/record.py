@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'ENVIRONMENT', 'SECRET', 'SHORTEST_SECRET', 'SCHEMA', 'STATUSES', 'RUN_KEYS', 'DETERMINISTIC', 'LEFT_OUT',
-           'MANIFEST_KEYS', 'EVENT_KEYS', 'TIMING_KEYS', 'METRICS_KEYS', 'code_cells', 'code_digest', 'versions',
-           'identity', 'run_name', 'locked_versions', 'drift', 'require_lock', 'without_secrets', 'redact',
+           'LATER', 'MANIFEST_KEYS', 'EVENT_KEYS', 'TIMING_KEYS', 'METRICS_KEYS', 'code_cells', 'code_digest',
+           'versions', 'identity', 'run_name', 'locked_versions', 'drift', 'require_lock', 'without_secrets', 'redact',
            'redact_files', 'stamp', 'observe', 'ended', 'write_run', 'read_run', 'contents', 'digests',
            'write_manifest', 'verify', 'Comparison', 'flatten', 'differences', 'read_lines', 'read_metrics',
            'final_loss', 'compare']
@@ -223,13 +223,16 @@ def read_run(folder: Path) -> dict:
 # %% ../../nbs/05_record.ipynb #0db45a72
 DETERMINISTIC = ('events.jsonl', 'metrics.json')
 LEFT_OUT = ('manifest.json', 'run.lock')
+LATER = ('export', 'parity.json', 'harness')
 MANIFEST_KEYS = {'files.*.sha256': str, 'files.*.size': int, 'digests.all': str, 'digests.deterministic': str}
 
 
 def contents(folder: Path) -> dict[str, dict]:
-    """sha256 and size of every file under `folder` but the manifest and the lock, by POSIX path."""
-    paths = (p for p in sorted(folder.rglob('*')) if p.is_file() and p.relative_to(folder).as_posix() not in LEFT_OUT)
-    return {p.relative_to(folder).as_posix(): {'sha256': sha256_file(p), 'size': p.stat().st_size} for p in paths}
+    """sha256 and size of every file under `folder`, by POSIX path; without the manifest, the lock, and what is made from
+    the finished run `LATER` and names what it was made from."""
+    paths = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob('*')) if p.is_file()}
+    kept = {name: p for name, p in paths.items() if name not in LEFT_OUT and not name.startswith(LATER)}
+    return {name: {'sha256': sha256_file(p), 'size': p.stat().st_size} for name, p in kept.items()}
 
 
 def digests(files: dict[str, dict]) -> dict[str, str]:
