@@ -12,16 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from flax import nnx
 
 from .. import machine, record
 from ..data.tokens import Corpus, open_corpus, tiny
 from ..errors import IntegrityError, UsageError
 from ..files import digest, lock, read_json, sha256_bytes, sha256_file, write_bytes, write_json
-from ..model.lm import LM, table
+from ..model.lm import LM, filled, table
 from ..recipe import rungs
 from ..recipe.spec import ModelSpec, from_dict, parameters
 from ..science.items import BENCHMARKS, MADE
@@ -308,12 +306,7 @@ def _write(made: Source, out: Path, shards, done: dict[str, Written], progress) 
 def state(folder: Path, checked: bool = False) -> LM:
     """The model in the export at `folder`, with its arrays in float32 as `model.lm.hidden` takes them."""
     spec, arrays = load(folder, checked)
-    abstract = nnx.eval_shape(lambda: LM(spec, nnx.Rngs(0)))
-    graph, shapes = nnx.split(abstract)
-    flat = {'.'.join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(shapes)}
-    dtypes = {path: leaf.dtype for path, leaf in table(spec).items()}
-    filled = {path: leaf.replace(jnp.asarray(arrays[path], dtypes[path])) for path, leaf in flat.items()}
-    return nnx.merge(graph, nnx.from_flat_state({tuple(path.split('.')): v for path, v in filled.items()}))
+    return filled(spec, arrays)
 
 # %% ../../../nbs/serve/02_export.ipynb #bd9b9482
 def example(folder: Path, spec: ModelSpec | None = None, seed: int = 0, steps: tuple[int, ...] = (20, 40)) -> Path:

@@ -288,7 +288,7 @@ def _check_record(folder: Path) -> None:
             raise IntegrityError(f"{p.name} of the pulled record is not the file that the run's manifest names")
 
 
-def _fetch(api, repo: str, commit: str, partial: Path, out: Path) -> dict:
+def _fetch(api, repo: str, commit: str, partial: Path, out: Path, progress) -> dict:
     "Everything of `commit` into the folder `partial`; returns the manifest."
     there = _tree(api, repo, commit)
     if MANIFEST not in there:
@@ -297,19 +297,25 @@ def _fetch(api, repo: str, commit: str, partial: Path, out: Path) -> dict:
     manifest = read_manifest(partial)
     names = _wanted(manifest, there, repo)
     machine.require(f'pulling {repo}', out, sum(there[n].size for n in names))
-    api.snapshot_download(repo, revision=commit, local_dir=partial, allow_patterns=[_literal(n) for n in names])
+    done, total = 0, sum(there[n].size for n in names)
+    for name in names:
+        api.hf_hub_download(repo, name, revision=commit, local_dir=partial)
+        done += there[name].size
+        progress(name, done, total)
     shutil.rmtree(partial / '.cache', ignore_errors=True)
     return manifest
 
 
-def _literal(name: str) -> str:
-    return re.sub(r'([*?[])', r'[\1]', name)
-
-
-def pull(repo: str, revision: str = 'main', out: Path | None = None, token: str | None = None) -> Pulled:
+def pull(
+    repo: str,
+    revision: str = 'main',
+    out: Path | None = None,
+    token: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Pulled:
     """Fetch the export at `revision` (branch, tag or commit) of `repo` into `out` (default: NAME-REVISION), verified.
 
-    An interrupted pull goes on. Raises `UsageError` (`out` is taken; no export there; refused by the hub),
+    An interrupted pull goes on. `progress(file, bytes done, bytes in all)` is called after each file. Raises `UsageError` (`out` is taken; no export there; refused by the hub),
     `IntegrityError` when anything is not what the manifest names, and then leaves nothing behind; `ResourceError`."""
     _check_name(repo, revision, None)
     out = out or Path(f'{repo.split("/")[1]}-{revision.replace("/", "-")}')
@@ -320,7 +326,7 @@ def pull(repo: str, revision: str = 'main', out: Path | None = None, token: str 
         api = _client(token)
         commit = api.repo_info(repo, revision=revision).sha
         try:
-            manifest = _fetch(api, repo, commit, partial, out.parent)
+            manifest = _fetch(api, repo, commit, partial, out.parent, progress or (lambda file, done, total: None))
             verify(partial)
             _check_record(partial / RECORD)
             step = manifest['request']['step']
