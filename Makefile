@@ -1,5 +1,5 @@
 # Every command of the bundle. `make` alone lists them. Defaults (environment, rung, corpus) stand in settings.ini.
-.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve-env dev train
+.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve serve-env dev train
 .DEFAULT_GOAL := help
 
 FOUND := $(shell sh tools/python.sh $(PYTHON))
@@ -14,10 +14,10 @@ help: ## this list, and which Python was found
 	@echo "Python: $(FOUND)"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-replay: train ## environment, corpus, smallest desk rung, summary   [RUNG=desk-64 SEED=0 OFFLINE=DIR]
+replay: train ## environment, corpus, smallest desk rung, its export, summary   [RUNG=desk-64 SEED=0 OFFLINE=DIR]
 	@$(LADDERBOOK) plan $(RUNG) > /dev/null
 	@$(LADDERBOOK) data build $(if $(OFFLINE),--source-dir "$(OFFLINE)/sources")
-	@$(LADDERBOOK) replay $(RUNG) $(if $(SEED),--seed $(SEED)) --yes
+	@$(LADDERBOOK) replay $(RUNG) $(if $(SEED),--seed $(SEED)) --export --yes
 
 test: dev lint ## everything that is promised, proved: lint, every notebook, every test
 	@$(BIN)/python -m pytest $(ARGS)
@@ -48,6 +48,9 @@ bench: dev ## speed against a peer and against earlier, recorded under artifacts
 
 clean: ## what could be removed and how much it is; removes it with YES=1, runs too with RUNS=1
 	@$(FOUND) tools/clean.py $(if $(YES),--yes) $(if $(RUNS),--runs)
+
+serve: train serve-env ## the export of a finished run at an OpenAI-compatible address   [RUN=desk-64-0]
+	@$(LADDERBOOK) serve $(or $(RUN),desk-64-0)
 
 serve-env: ## the serving environment (stock vLLM on the CPU), for `ladderbook serve`, `parity`
 	@$(ENV) serve

@@ -192,6 +192,8 @@ def replay(args) -> tuple:
     value['options'] = _options(args)
     if outcome.status != 'finished':
         say(f'ladderbook: {run.folder.name} {outcome.status}: {outcome.reason}')
+    elif args.export:
+        value['export'] = str(serving.exported(outcome.folder))
     return outcome.exit_code, value, screen(value)
 
 
@@ -256,6 +258,7 @@ def _replay_verb(verbs) -> None:
     p.add_argument('--runner', type=words, help='where it runs (default: settings)')
     p.add_argument('--timeout', type=number, help='seconds')
     p.add_argument('--fresh', action='store_true', help='remove the record of this run and start again')
+    p.add_argument('--export', action='store_true', help='export the run when it has finished')
     p.add_argument('--allow-drift', action='store_true', help='run although libraries differ from the lock')
     p.add_argument('--yes', action='store_true', help='do not ask')
 

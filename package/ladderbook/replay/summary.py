@@ -98,6 +98,7 @@ def _next(s: dict) -> list[str]:
         f'read it      {s["folder"]}/rung.ipynb',
         f'next         {again(s["seed"] + 1)}',
         f'             {typed()} compare {s["run"]} {s["rung"]}-{s["seed"] + 1}   # how far apart two seeds are',
+        f'serve it     make serve RUN={s["run"]}   # or: {typed()} export, parity, eval, push',
     ]
 
 
