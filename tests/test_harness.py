@@ -94,7 +94,10 @@ class Fake:
         choices = []
         for i, row in enumerate(rows):
             nats, best = self.model._run([row[:-1]], [row[1:]])
-            told = [{str(t): {'logprob': float(nats[0, n]), 'rank': 1 + int(best[0, n] != t)}} for n, t in enumerate(row[1:])]
+            told = [
+                {str(t): {'logprob': float(nats[0, n]), 'rank': 1 + int(best[0, n] != t)}}
+                for n, t in enumerate(row[1:])
+            ]
             choices.append({'index': i, 'prompt_logprobs': [None, *told]})
         return choices[::-1]  # the order is the index', not the list's
 
@@ -208,7 +211,9 @@ def test_the_two_routes_agree_item_by_item(model, tokenizer, folders, ours, tmp_
     }
     assert harness.read(tmp_path / 'r.json')['complete']
     theirs['answers']['gsm8k_answer'][next(iter(theirs['answers']['gsm8k_answer']))] = ['5']
-    assert harness.compare(ours, theirs)['tasks']['gsm8k_answer']['turned'] and not harness.compare(ours, theirs)['agree']
+    assert (
+        harness.compare(ours, theirs)['tasks']['gsm8k_answer']['turned'] and not harness.compare(ours, theirs)['agree']
+    )
     theirs['tasks']['cloze']['key'] = 'other items'
     with pytest.raises(IntegrityError, match='cloze was asked with other items'):
         harness.compare(ours, theirs)
@@ -246,8 +251,10 @@ def test_a_result_is_kept_for_the_same_weights_only(model, folders, tmp_path):
     other.__dict__ = dict(model.__dict__)
     harness.evaluate(other, some, {'weights': 'a'}, path)
     assert not asked
+    both = harness.evaluate(other, {'continuation': folders['continuation']}, {'weights': 'a'}, path)
+    assert len(asked) == 1 and set(both['tasks']) == {'cloze', 'continuation'} and harness.read(path)['complete']
     harness.evaluate(other, some, {'weights': 'b'}, path)
-    assert asked
+    assert len(asked) == 2 and set(harness.read(path)['tasks']) == {'cloze'}
 
 
 def nan(choices):
@@ -260,7 +267,11 @@ def nan(choices):
     'spoil, error, words',
     [
         (lambda c: [{**x, 'prompt_logprobs': None} for x in c], IntegrityError, 'likelihood of every prompt token'),
-        (lambda c: [{**x, 'prompt_logprobs': x['prompt_logprobs'][1:]} for x in c], IntegrityError, 'every prompt token'),
+        (
+            lambda c: [{**x, 'prompt_logprobs': x['prompt_logprobs'][1:]} for x in c],
+            IntegrityError,
+            'every prompt token',
+        ),
         (lambda c: c[1:], IntegrityError, 'answers to 2 prompts'),
         (nan, NumericsError, 'not finite'),
         (401, UsageError, r'refuses /v1/completions \(401\)'),
@@ -273,7 +284,10 @@ def test_a_reply_that_cannot_be_right_is_an_error_and_no_zero(model, tokenizer, 
 
 
 def test_a_server_with_too_short_a_context_is_refused(model, tokenizer):
-    with Fake(model, longest=SPEC.sequence) as fake, pytest.raises(UsageError, match='takes 128 tokens; 128 and one more'):
+    with (
+        Fake(model, longest=SPEC.sequence) as fake,
+        pytest.raises(UsageError, match='takes 128 tokens; 128 and one more'),
+    ):
         endpoint(fake, tokenizer)
 
 
@@ -322,9 +336,11 @@ def test_every_task_file_is_one_that_lm_eval_reads(tmp_path, monkeypatch):
         items._write(tmp_path / name, name, 'key', [row])
         for p in (tmp_path / name).iterdir():
             shutil.copy(p, tmp_path)
-        [(task, made)] = TaskManager(include_path=str(tmp_path / name), include_defaults=False).load(
-            [f'ladderbook_{name}']
-        )['tasks'].items()
+        [(task, made)] = (
+            TaskManager(include_path=str(tmp_path / name), include_defaults=False)
+            .load([f'ladderbook_{name}'])['tasks']
+            .items()
+        )
         assert task == f'ladderbook_{name}' and len(made.eval_docs) == 1
         if made.OUTPUT_TYPE == 'loglikelihood_rolling':
             assert made.doc_to_target(made.eval_docs[0]) == '[a]'  # a text is not taken for a list
@@ -401,10 +417,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-folder, source = sys.argv[1:]
+folder, source, mark = sys.argv[1:]
 tokens = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(source), eos_token='<|endoftext|>')
 tokens.save_pretrained(folder)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokens), n_positions=64, n_embd=8, n_layer=1, n_head=1))
+sizes = {'vocab_size': len(tokens), 'n_positions': 64, 'n_embd': 8, 'n_layer': 1, 'n_head': 1}
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=int(mark)))
 for p in model.parameters():
     torch.nn.init.zeros_(p)
 model.save_pretrained(folder)
@@ -413,7 +430,7 @@ model.save_pretrained(folder)
 
 @pytest.mark.skipif(not SERVE.is_file(), reason='the serving environment is not there: make serve-env')
 def test_a_model_that_knows_nothing_pays_the_logarithm_of_its_vocabulary(corpus, tokenizer, folders, tmp_path):
-    run = [SERVE, '-c', ZERO, tmp_path / 'zero', corpus.folder / 'tokenizer.json']
+    run = [SERVE, '-c', ZERO, tmp_path / 'zero', corpus.folder / 'tokenizer.json', 0]
     done = subprocess.run([str(x) for x in run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = []
@@ -423,6 +440,10 @@ def test_a_model_that_knows_nothing_pays_the_logarithm_of_its_vocabulary(corpus,
     assert list(found['tasks']) == ['heldout_docs'] and told[-1][1] == told[-1][2]
     score = found['tasks']['heldout_docs']['bits_per_byte']
     assert score['value'] == pytest.approx(tokens * math.log2(512) / size, rel=1e-6) and score['items'] == len(texts)
+    config = json.loads((tmp_path / 'zero' / 'config.json').read_text())
+    (tmp_path / 'zero' / 'config.json').write_text(json.dumps({**config, 'eos_token_id': 512}))
+    with pytest.raises(UsageError, match='no end-of-text token in its vocabulary'):
+        harness.peer(tmp_path / 'zero', folders, SERVE)
     (tmp_path / 'zero' / 'model.safetensors').write_bytes(b'')
     with pytest.raises(UsageError, match='zero could not be evaluated'):
         harness.peer(tmp_path / 'zero', folders, SERVE)
