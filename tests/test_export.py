@@ -171,6 +171,19 @@ def test_the_record_stays_verified_beside_its_export(copy):
     assert export.verified_run(target)[1] == 40  # and can be exported again, elsewhere
 
 
+def test_fresh_removes_an_export_and_nothing_else(made, tmp_path):
+    run, cache, whole = made
+    out = shutil.copytree(whole.folder, tmp_path / 'out')
+    (out / folder.GOLDEN).write_text('{}')
+    assert export.export(run, out, cache=cache, fresh=True).digest == whole.digest
+    assert same(out, whole.folder)  # golden answers of the old one went with it
+    (out / 'notes.txt').write_text('mine')
+    with pytest.raises(UsageError, match=r'also holds notes\.txt'):
+        export.export(run, out, cache=cache, fresh=True)
+    (out / 'notes.txt').unlink()
+    assert same(out, whole.folder)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_bfloat16_is_rounded_once_to_nearest_even(seed):

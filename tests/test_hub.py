@@ -59,8 +59,10 @@ def commits(server):
 # --- there and back ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_pushed_comes_back_verified_with_its_record(made, server, tmp_path):
-    run, _ = made
+def test_what_is_pushed_comes_back_verified_with_its_record(copy, server, tmp_path):
+    run = copy
+    for name in ('parity.json', 'harness.json'):
+        (run / name).write_text('{}')
     done = []
     [commit] = hub.push(run, REPO, progress=lambda *a: done.append(a))
     assert done == [('main', 1, 1)] and commit.oid == server.repos[REPO]['branches']['main']
@@ -69,6 +71,7 @@ def test_what_is_pushed_comes_back_verified_with_its_record(made, server, tmp_pa
     pulled = hub.pull(REPO, out=tmp_path / 'pulled', progress=lambda *a: seen.append(a))
     assert (pulled.commit, pulled.step) == (commit.oid, 40) and same(pulled.folder, run)
     assert seen[-1][1] == seen[-1][2] == commit.bytes
+    assert {'parity.json', 'harness.json'} < {p.name for p in (pulled.folder / 'record').iterdir()}
     assert sha256_file(pulled.folder / 'record' / 'events.jsonl') == sha256_file(run / 'events.jsonl')
     spec, arrays = export.load(pulled.folder)
     assert all((a == b).all() for a, b in zip(arrays.values(), export.load(run / 'export')[1].values(), strict=True))

@@ -122,8 +122,9 @@ def _item(path: str, source: Path) -> Item:
 
 def _record_items(run: Path) -> list[Item]:
     manifest = read_json(run / 'manifest.json', 'ladderbook.manifest', keys=record.MANIFEST_KEYS)
-    names = [n for n in manifest['files'] if not n.startswith((*exports.LATER, 'checkpoints/'))]
-    names += [n for n in ('manifest.json', 'parity.json') if (run / n).is_file()]
+    names = [n for n in manifest['files'] if not n.startswith('checkpoints/')]
+    later = [p.name for p in run.iterdir() if p.is_file() and p.name.startswith(record.LATER)]
+    names += ['manifest.json', *later]
     return [_item(f'{RECORD}/{name}', run / name) for name in sorted(names)]
 
 
@@ -284,7 +285,11 @@ def _check_record(folder: Path) -> None:
     stated = read_json(folder / 'manifest.json', 'ladderbook.manifest', keys=record.MANIFEST_KEYS)['files']
     for p in sorted(p for p in folder.rglob('*') if p.is_file()):
         name = p.relative_to(folder).as_posix()
-        if name not in ('manifest.json', 'parity.json') and stated.get(name, {}).get('sha256') != sha256_file(p):
+        if (
+            name != 'manifest.json'
+            and not name.startswith(record.LATER)
+            and stated.get(name, {}).get('sha256') != sha256_file(p)
+        ):
             raise IntegrityError(f"{p.name} of the pulled record is not the file that the run's manifest names")
 
 
