@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LadderbookLayer', 'LadderbookPreTrainedModel', 'real_tokens', 'LadderbookModel', 'LadderbookForCausalLM',
-           'LadderbookConfig']
+           'LadderbookConfig', 'GatedNorm', 'RMSNorm', 'exclude_self', 'plain_norm', 'rotate', 'turns']
 
 # %% ../../../nbs/serve/03_hf.ipynb #bb01ea4c
 import torch
@@ -27,12 +27,15 @@ from ladderbook.serve.layers import (
     RMSNorm,
     Router,
     ShortConv,
+    exclude_self,
+    plain_norm,
     ready_cache,
+    rotate,
     short_conv,
     turns,
 )
 
-_all_ = ['LadderbookConfig']  # one module answers for the classes
+_all_ = ['LadderbookConfig', 'GatedNorm', 'RMSNorm', 'exclude_self', 'plain_norm', 'rotate', 'turns']  # for engines
 
 # %% ../../../nbs/serve/03_hf.ipynb #31adf98c
 class LadderbookLayer(nn.Module):
