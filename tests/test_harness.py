@@ -388,6 +388,14 @@ def test_a_text_of_ones_own_that_is_none_is_refused(corpus, tmp_path, content, w
         items.prepare(corpus, tmp_path, ['uncheatable'], tmp_path / 'mine')
 
 
+def test_a_text_of_ones_own_that_nobody_asks_for_is_refused(corpus, tmp_path):
+    (tmp_path / 'mine').write_text('a text')
+    with pytest.raises(UsageError, match='its task, uncheatable, is not among'):
+        items.prepare(corpus, tmp_path, ['cloze'], tmp_path / 'mine')
+    with pytest.raises(UsageError, match='does not exist'):
+        items.prepare(corpus, tmp_path, ['uncheatable'], tmp_path / 'theirs')
+
+
 def test_a_text_of_ones_own_has_its_own_folder(corpus, tmp_path):
     made = set()
     for text in ('one text', 'another'):

@@ -260,7 +260,7 @@ def peer(
         raise UsageError('none of the tasks is a text; bits per byte need one, such as heldout_docs')
     with tempfile.TemporaryDirectory() as d:
         out = Path(d) / 'out.json'
-        command = [python, peers.__file__, folder, out, *sets, '--context', context]
+        command = [python, '-P', peers.__file__, folder, out, *sets, '--context', context]
         command += [x for m in modules for x in ('--import', m)]
         _listen([str(c) for c in command], Path(d) / 'said', folder.name, progress)
         found = json.loads(out.read_text())

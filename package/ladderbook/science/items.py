@@ -356,6 +356,8 @@ def prepare(
     known = {*names(corpus, text), *BENCHMARKS, 'uncheatable'}
     if strange := [n for n in wanted if n not in known]:
         raise unknown('evaluation task', strange[0], known)
+    if text is not None and 'uncheatable' not in wanted:
+        raise UsageError(f'{text} is a text of your own, but its task, uncheatable, is not among those named; add it')
     folders = {}
     for name in wanted:
         if text is not None and not text.is_file():
