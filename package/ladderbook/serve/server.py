@@ -30,6 +30,7 @@ from pathlib import Path
 from .. import settings as all_settings
 from ..errors import ResourceError, StalledError, UsageError
 from . import folder as folders
+from . import guard
 from ..settings import Settings
 
 # %% ../../../nbs/serve/06_server.ipynb #98da05a4
@@ -90,7 +91,7 @@ def command(python: Path, folder: Path, name: str, host: str, port: int, dtype: 
     """The command line of the child; it holds no secret."""
     room = context + 1
     return [
-        str(python), '-m', 'vllm.entrypoints.openai.api_server', '--model', str(folder), '--served-model-name', name,
+        str(python), '-m', guard.__name__, '--middleware', guard.MIDDLEWARE, '--model', str(folder), '--served-model-name', name,
         '--host', host, '--port', str(port), '--dtype', dtype, '--max-model-len', str(room), '--enforce-eager',
         '--hf-overrides', json.dumps({'max_position_embeddings': room}), '--no-enable-prefix-caching',
         '--chat-template', "{{ raise_exception('" + NO_CHAT + "') }}", '--disable-uvicorn-access-log',
@@ -100,7 +101,8 @@ def command(python: Path, folder: Path, name: str, host: str, port: int, dtype: 
 def environment(key: str, outer: dict[str, str]) -> dict[str, str]:
     """The child's environment: the outer one, telemetry off, and the key where there is one."""
     kept = {k: v for k, v in outer.items() if k not in (KEY, THEIR_KEY)}
-    return {**ENVIRONMENT, **kept, **({THEIR_KEY: key} if key else {}), 'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1'}
+    ours = {guard.PARENT: str(os.getpid()), 'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1'}
+    return {**ENVIRONMENT, **kept, **({THEIR_KEY: key} if key else {}), **ours}
 
 # %% ../../../nbs/serve/06_server.ipynb #5537a36b
 @dataclass
