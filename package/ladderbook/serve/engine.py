@@ -156,10 +156,10 @@ def chunks(folder: Path, dtype: str, prompts, continued, new: int) -> dict:
     llm = engine(folder, dtype=dtype, enable_chunked_prefill=True, long_prefill_token_threshold=1)
     steps = Steps()
     heard.append(steps)
-    found = {f'logprobs_{i}': a for i, a in enumerate(logprobs(llm, prompts))} | _continued(llm, continued, new)
+    found = {f'logprobs_{i}': a for i, a in enumerate(logprobs(llm, prompts))}
     heard.remove(steps)
     most = max(steps.tokens)
-    shown = len(steps.tokens) if most <= max(len(prompts), len(continued)) else 0
+    shown = len(steps.tokens) if most <= len(prompts) else 0
     return found | {'facts': {'chunks': shown, 'tokens_in_a_step': most}}
 
 
