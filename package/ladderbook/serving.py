@@ -51,10 +51,10 @@ def export_run(args) -> tuple:
 # %% ../../nbs/89_serving.ipynb #a6cb3fc6
 def parity(args) -> tuple:
     """Hold the export against the trained model at every position, in every mode of the engine; exit 6 if they differ."""
-    from ladderbook.serve import parity
+    from ladderbook.serve import parity, server
 
     here, run = settings.load(), run_folder(args.run)
-    parity.serving_python(here)
+    server.serving_python(here)
     folder = exported(run)
     command = f'ladderbook parity {run.name}'
     told = parity.run_parity(run, folder, here, command, say)
@@ -73,7 +73,7 @@ def _folder_to_serve(args) -> tuple[Path, Path | None]:
         folder.verify(given)
         return given, None
     run = run_folder(args.run)
-    return exported(run, args.dtype), run
+    return exported(run, args.dtype or 'float32'), run
 
 
 def serve(args) -> tuple:
@@ -84,9 +84,9 @@ def serve(args) -> tuple:
     where, run = _folder_to_serve(args)
     if not args.no_check and run is not None:
         golden.ensure(run, where, here, say)
-    with server.start(where, host=args.host, port=args.port, dtype=args.dtype, settings=here, say=say) as running:
+    with server.start(where, args.host, args.port, dtype=args.dtype, settings=here, say=say) as running:
         if not args.no_check:
-            golden.ask(where, running)
+            golden.ask(where, running.url, running.name, running.dtype, running.key)
             say('both golden answers came')
         for line in running.lines():
             say(line)
@@ -207,7 +207,7 @@ def _serve_verb(verbs) -> None:
     p.add_argument('run', type=words, help='a finished run, or the folder of an export')
     p.add_argument('--host', type=words, default='127.0.0.1', help='other than loopback: set LADDERBOOK_API_KEY')
     p.add_argument('--port', type=number, default=8000)
-    p.add_argument('--dtype', choices=('float32', 'bfloat16'), default='float32')
+    p.add_argument('--dtype', choices=('float32', 'bfloat16'), help='default: of the export')
     p.add_argument('--no-check', action='store_true', help='serve although the golden answers were not asked for')
 
 
