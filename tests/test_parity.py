@@ -1,7 +1,9 @@
 """Parity must pass for the export of a run, and fail for five damaged ones, saying where the damage begins."""
 
+import http.server
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -188,3 +190,40 @@ def test_golden_answers_are_of_this_export(exported, model, asked, run, tmp_path
     with pytest.raises(UsageError, match='has no golden.json'):
         golden.ask(other, 'http://127.0.0.1:9', 'm', 'float32')
     assert isinstance(asked, Prompts)
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A completions endpoint that gives the golden answers of `cases`, its own distance away."""
+
+    cases, away = [], 0.0
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers['content-length'])))
+        case = next(c for c in self.cases if c['tokens'] == asked['prompt'])
+        pairs = zip(case['best'], case['logprobs'], strict=True)
+        first = {f'token_id:{i}': v - self.away for i, v in pairs}
+        choice = {'token_ids': case['next'], 'logprobs': {'top_logprobs': [first]}}
+        body = json.dumps({'choices': [choice]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_must_give_the_golden_answers(exported, model, asked):
+    Answers.cases = golden.write(exported, model, asked, settings.load().home, 'a test')['cases']
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f'http://127.0.0.1:{server.server_address[1]}'
+    try:
+        Answers.away = 0.0
+        assert golden.ask(exported, url, 'm', 'float32') == 2
+        Answers.away = 0.01  # too far in single precision, near enough in half
+        assert golden.ask(exported, url, 'm', 'bfloat16') == 2
+        with pytest.raises(NumericsError, match='golden case 1: entry .* expected'):
+            golden.ask(exported, url, 'm', 'float32')
+    finally:
+        server.shutdown()
+        server.server_close()
