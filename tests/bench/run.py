@@ -15,6 +15,7 @@ import measure
 import peer
 import replay
 from arm import HERE, Arm
+from ladderbook import settings
 from ladderbook.files import read_json
 
 RUNGS = ['desk-64', 'desk-128', 'desk-192', 'desk-64:384/8']  # the last: the recipe's own count of experts
@@ -105,6 +106,20 @@ def loader(given) -> Path:
     return sides('How fast do rows reach the step?', 'loader', arms, given, pairs)
 
 
+def serving(given) -> Path:
+    """An export through vLLM, transformers, and transformers' own model of equal sizes."""
+    python = str(settings.load().environments.serve / 'bin' / 'python')
+    arms = [Arm(n, 'served.py', [n, given.export], python) for n in ('vllm', 'transformers', 'forward', 'qwen3-moe')]
+    pairs = {'generate of transformers': ('vllm', 'transformers', 2.0), 'Qwen3-MoE': ('forward', 'qwen3-moe', 1.0)}
+    notes = [
+        'vllm and transformers: greedy, 8 prompts of 32 tokens, 64 new tokens each, float32.',
+        'forward and qwen3-moe: 8 rows of a whole context, no cache, in transformers; equal width, layers, heads, '
+        'experts, experts per token and inner width. Ours has convolutions, gated norms, shared experts and a latent '
+        'space beside; the other multiplies experts of twice the input width.',
+    ]
+    return sides('How fast is an export served?', 'serving', arms, given, pairs, notes=notes)
+
+
 def whole(given) -> Path:
     """`make replay` from an empty machine, and again with another seed."""
     limits = {'first_seconds': 600, 'second_seconds': 180, 'memory_bytes': 3e9, 'download_bytes': 500e6}
@@ -114,7 +129,7 @@ def whole(given) -> Path:
     return measure.write('replay', question, 1, **result, limits=limits, rung=given.rung or 'default')
 
 
-BENCHMARKS = {f.__name__: f for f in (matmul, step, marin, profile, loader)} | {'replay': whole}
+BENCHMARKS = {f.__name__: f for f in (matmul, step, marin, profile, loader, serving)} | {'replay': whole}
 
 
 def show(path: Path) -> None:
@@ -142,12 +157,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--rounds', type=int, default=measure.ROUNDS, help='rounds of each side, %(default)s')
     parser.add_argument('--peer-python', help="a Python 3.12 to make the peer's environment with")
     parser.add_argument('--rungs', nargs='+', default=RUNGS, help='rungs whose step is measured, %(default)s')
+    parser.add_argument('--export', help='the export that is served; serving needs it')
     parser.add_argument('--rung', help='the rung that replay trains; none: the default of settings.ini')
     given = parser.parse_args(argv)
     if strange := [n for n in given.names if n not in BENCHMARKS]:
         parser.error(f'no benchmark is called {strange[0]!r}; known: {", ".join(BENCHMARKS)}')
+    names = given.names or [n for n in BENCHMARKS if n != 'serving' or given.export]
+    if 'serving' in names and not given.export:
+        parser.error('serving needs --export FOLDER')
     print(f'CPUs {measure.pin()}')
-    for name in given.names or BENCHMARKS:
+    for name in names:
         show(BENCHMARKS[name](given))
 
 
