@@ -33,6 +33,7 @@ from ladderbook.serve.layers import (
     rotate,
     short_conv,
     turns,
+    visible,
 )
 
 _all_ = ['LadderbookConfig', 'GatedNorm', 'RMSNorm', 'exclude_self', 'plain_norm', 'rotate', 'turns']  # for engines
@@ -54,13 +55,15 @@ class LadderbookLayer(nn.Module):
         self.shared_experts = nn.ModuleList(Expert(D, inner) for _ in range(config.num_shared_experts))
         self.sconv_mlp = short_conv(config, 'mlp', D, layer)
 
-    def forward(self, x: Float[Tensor, 'B S D'], real, turn, past: Cache | None) -> Float[Tensor, 'B S D']:
-        now = real[:, -x.shape[1] :]
-        y = self.self_attn(self.attn_gated_norm(self.input_layernorm(x)), real, turn, past)
-        x = x + (y if self.sconv_attn is None else self.sconv_attn(y, now, past))
+    def forward(self, x: Float[Tensor, 'B S D'], real, turn, sees, past: Cache | None) -> Float[Tensor, 'B S D']:
+        y = self.self_attn(self.attn_gated_norm(self.input_layernorm(x)), real, turn, sees, past)
+        x = x + (y if self.sconv_attn is None else self.sconv_attn(y, real, past))
         m = self.mlp_gated_norm(self.post_attention_layernorm(x)).flatten(0, 1)
-        y = (self.mlp(m) + sum(expert(m) for expert in self.shared_experts)).view_as(x)
-        return x + (y if self.sconv_mlp is None else self.sconv_mlp(y, now, past))
+        y = self.mlp(m)
+        for expert in self.shared_experts:
+            y = y + expert(m)
+        y = y.view_as(x)
+        return x + (y if self.sconv_mlp is None else self.sconv_mlp(y, real, past))
 
 
 class LadderbookPreTrainedModel(PreTrainedModel):
@@ -111,6 +114,15 @@ class LadderbookModel(LadderbookPreTrainedModel):
         self.norm, self.final_gated_norm = RMSNorm(D, c.norm_eps), GatedNorm(D, c.norm_rank)
         self.post_init()
 
+    def sight(self, real: Bool[Tensor, 'B T'], queries: int, past: Cache | None) -> dict[bool, Bool[Tensor, 'B 1 q t']]:
+        """What the last `queries` tokens see of the keys that are kept, in global layers (True) and in local ones."""
+        found = {}
+        for i in range(self.config.num_hidden_layers):
+            if (whole := self.config.is_global(i)) not in found:
+                keys = queries if past is None else past.get_mask_sizes(queries, i)[0]
+                found[whole] = visible(real, queries, keys, None if whole else self.config.local_window)
+        return found
+
     @can_return_tuple
     def forward(
         self,
@@ -132,11 +144,12 @@ class LadderbookModel(LadderbookPreTrainedModel):
             raise UsageError(
                 f'a text of {longest} tokens; the model was trained on at most {c.max_position_embeddings}'
             )
-        turn = turns(positions[:, -S:], c)
+        turn, sees = turns(positions[:, -S:], c), self.sight(real, S, past)
         x = self.embed_gated_norm(self.embed_norm(self.embed_tokens(input_ids)))
         streams = [x]
-        for layer in self.layers:
-            x = layer(x, real, turn, past)
+        now = None if bool(real.all()) else real[:, -S:]
+        for i, layer in enumerate(self.layers):
+            x = layer(x, now, turn, sees[c.is_global(i)], past)
             streams.append(x)
         wanted = c.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(

@@ -137,17 +137,18 @@ class ShortConv(nn.Module):
         self.layer, self.site = layer, site
 
     def forward(
-        self, x: Float[Tensor, 'B S C'], real: Bool[Tensor, 'B S'], past: Cache | None
+        self, x: Float[Tensor, 'B S C'], real: Bool[Tensor, 'B S'] | None, past: Cache | None
     ) -> Float[Tensor, 'B S C']:
         (_, S, C), J = x.shape, self.weight.shape[-1]
-        x = x * real[..., None].to(x.dtype)
+        if real is not None:
+            x = x * real[..., None].to(x.dtype)
         if past is not None and J > 1:
             x = past.update_conv_state(x.mT, self.layer, self.site, conv_kernel_size=J - 1).mT
         x = F.pad(x, (0, 0, max(0, S + J - 1 - x.shape[1]), 0))[:, -(S + J - 1) :]
         taps = self.weight[:C, 0]
         y = x[:, J - 1 :] * taps[:, J - 1]
         for lag in range(1, J):
-            y = y + x[:, J - 1 - lag : J - 1 - lag + S] * taps[:, J - 1 - lag]
+            y = torch.addcmul(y, x[:, J - 1 - lag : J - 1 - lag + S], taps[:, J - 1 - lag])
         return y
 
 
@@ -213,9 +214,9 @@ def rotate(x: Float[Tensor, 'B H S h'], cos, sin, pairing: str) -> Float[Tensor,
 
 def exclude_self(y: Float[Tensor, 'B H S h'], own: Float[Tensor, 'B K S h'], eps: float) -> Float[Tensor, 'B H S h']:
     """`y` without its part along the token's own value, `y - (y.v) / (|v|^2 + eps) v`; in float32."""
-    own = own.float().repeat_interleave(y.shape[1] // own.shape[1], 1)
-    along = (y.float() * own).sum(-1, keepdim=True) / (own.square().sum(-1, keepdim=True) + eps)
-    return (y.float() - along * own).to(y.dtype)
+    wide, own = y.float().unflatten(1, (own.shape[1], -1)), own.float()[:, :, None]
+    along = (wide * own).sum(-1, keepdim=True) / (own.square().sum(-1, keepdim=True) + eps)
+    return torch.addcmul(wide, along, own, value=-1).flatten(1, 2).to(y.dtype)
 
 # %% ../../../nbs/serve/02b_layers.ipynb #cc093d7e
 class Attention(nn.Module):
@@ -233,25 +234,23 @@ class Attention(nn.Module):
         self.attn_gate = nn.Linear(D, config.num_attention_heads, bias=False)
         self.sconv_k = short_conv(config, 'key', Kh, layer)
 
-    def forward(self, x: Float[Tensor, 'B S D'], real, turn, past: Cache | None) -> Float[Tensor, 'B S D']:
-        c, (_, S, _) = self.config, x.shape
+    def forward(self, x: Float[Tensor, 'B S D'], real, turn, sees, past: Cache | None) -> Float[Tensor, 'B S D']:
+        c = self.config
         heads = lambda a: a.unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         q, v = heads(self.q_proj(x)), heads(F.linear(x, self.v_proj.weight[: self.used]))
         k = F.linear(x, self.k_proj.weight[: self.used])
-        k = heads(k if self.sconv_k is None else self.sconv_k(k, real[:, -S:], past))
+        k = heads(k if self.sconv_k is None else self.sconv_k(k, real, past))
         q, k = (plain_norm(a, c.qk_norm_eps) for a in (q, k))
         if not c.is_global(self.layer):
             q, k = (rotate(a, *turn, c.rotary_pairing) for a in (q, k))
         own = v
         if past is not None:
             k, v = past.update(k, v, self.layer)
-        window = None if c.is_global(self.layer) else c.local_window
-        sees = visible(real, S, k.shape[2], window)
         k, v = (a.repeat_interleave(q.shape[1] // a.shape[1], 1) for a in (k, v))
-        y = F.scaled_dot_product_attention(q * c.qk_multiplier * c.head_dim**-0.5, k, v, sees, scale=1.0)
+        y = F.scaled_dot_product_attention(q * c.qk_multiplier, k, v, sees)  # divides by the root of h
         y = exclude_self(y, own, c.xsa_eps)
         gate = torch.sigmoid(self.attn_gate(x).float()).mT[..., None]
-        return self.o_proj((y * c.head_gate_scale * gate).to(y.dtype).transpose(1, 2).flatten(-2))
+        return self.o_proj((y * (c.head_gate_scale * gate)).to(y.dtype).transpose(1, 2).flatten(-2))
 
 # %% ../../../nbs/serve/02b_layers.ipynb #a29a76ce
 class Router(nn.Module):
@@ -303,5 +302,5 @@ class LatentExperts(nn.Module):
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         parts = h[order // k].split(counts)
         rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
-        rows = torch.empty_like(rows).index_copy(0, order, rows).view(T, k, -1)
+        rows = rows[order.argsort()].view(T, k, -1)
         return self.latent_up_proj((rows * weights[..., None]).sum(1).to(h.dtype))
