@@ -10,7 +10,8 @@ import hmac
 import json
 import os
 import signal
-import sys
+import threading
+import time
 
 # %% ../../../nbs/serve/05c_guard.ipynb #c03f0675
 OPEN = '/health'
@@ -40,15 +41,19 @@ class Guard:
         await send({'type': 'http.response.body', 'body': body.encode()})
 
 # %% ../../../nbs/serve/05c_guard.ipynb #6951f962
-def follow(parent: int) -> None:
-    """Have SIGTERM sent to this process when its `parent` dies (Linux); end now if it is dead already."""
-    if sys.platform != 'linux':
-        return
-    import ctypes
+def follow(parent: int, patience: int | float = 10.0) -> None:
+    """Send SIGTERM to this process once `parent` is not its parent any more, and `patience` seconds later SIGKILL to its
+    process group, or to itself alone where it does not lead one."""
 
-    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit('whoever started this server is gone')
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience)
+        end = os.killpg if os.getpgrp() == os.getpid() else os.kill
+        end(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name='follow parent', daemon=True).start()
 
 # %% ../../../nbs/serve/05c_guard.ipynb #986b10dc
 PARENT = 'LADDERBOOK_SERVE_PARENT'
