@@ -1,5 +1,5 @@
 # Every command of the bundle. `make` alone lists them. Defaults (environment, rung, corpus) stand in settings.ini.
-.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve serve-env dev train
+.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve serve-env serving-if-it-fits dev train
 .DEFAULT_GOAL := help
 
 FOUND := $(shell sh tools/python.sh $(PYTHON))
@@ -19,7 +19,7 @@ replay: train ## environment, corpus, smallest desk rung, its export, summary   
 	@$(LADDERBOOK) data build $(if $(OFFLINE),--source-dir "$(OFFLINE)/sources")
 	@$(LADDERBOOK) replay $(RUNG) $(if $(SEED),--seed $(SEED)) --export --yes
 
-test: dev lint ## everything that is promised, proved: lint, every notebook, every test
+test: dev serving-if-it-fits lint ## everything that is promised, proved: lint, every notebook, every test
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: dev ## style, notebooks exported and clean, README in step, nothing unused
@@ -51,6 +51,10 @@ clean: ## what could be removed and how much it is; removes it with YES=1, runs 
 
 serve: train serve-env ## the export of a finished run at an OpenAI-compatible address   [RUN=desk-64-0]
 	@$(LADDERBOOK) serve $(or $(RUN),desk-64-0)
+
+# Where no serving environment can be, its tests say so; any other failure to make it is a failure.
+serving-if-it-fits:
+	@$(ENV) serve --if-it-fits
 
 serve-env: ## the serving environment (stock vLLM on the CPU), for `ladderbook serve`, `parity`
 	@$(ENV) serve

@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -11,7 +12,12 @@ import pytest
 from ladderbook.settings import load
 
 ROOT = Path(__file__).resolve().parent.parent
-ORDER = ['test_house', 'test_recipe', 'test_data', 'test_model', 'test_optim', 'test_loop', 'test_replay', 'test_cli']
+ORDER = [
+    'test_house', 'test_recipe', 'test_data', 'test_model', 'test_optim', 'test_loop', 'test_replay', 'test_cli',
+    'test_export', 'test_hub', 'test_harness', 'test_serve_hf', 'test_parity', 'test_vllm', 'test_server',
+]  # fmt: skip
+SERVED = {'test_serve_hf', 'test_parity', 'test_vllm', 'test_server'}
+sys.path.insert(0, str(ROOT / 'tools'))
 
 
 def _kind_of_cpu() -> str:
@@ -41,8 +47,31 @@ def _rank(item):
     return (item.get_closest_marker('end_to_end') is not None, name == 'test_notebooks', place)
 
 
+def _needs_serving(item) -> bool:
+    if item.path.stem != 'test_notebooks':
+        return item.path.stem in SERVED
+    return '#| environment: serve' in (ROOT / item.callspec.params['notebook']).read_text(encoding='utf-8')
+
+
 def pytest_collection_modifyitems(items):
+    import environment
+
     items.sort(key=_rank)
+    if why := environment.not_served():
+        for item in filter(_needs_serving, items):
+            item.add_marker(pytest.mark.skip(reason=f'not tried: {why}'))
+
+
+@pytest.fixture(scope='session')
+def serving() -> Path:
+    "The Python of the serving environment; where there can be none, the test is not tried and says why."
+    import environment
+
+    if why := environment.not_served():
+        pytest.skip(f'not tried: {why}')
+    python = load().environments.serve / 'bin' / 'python'
+    assert python.is_file(), 'the serving environment is missing; make it: make serve-env'
+    return python
 
 
 @pytest.fixture(scope='session')

@@ -22,7 +22,6 @@ from ladderbook.files import lock, write_json
 from ladderbook.recipe import rungs
 from ladderbook.recipe.spec import HERO, parameters
 from ladderbook.serve import card, export, folder, layout
-from ladderbook.settings import load as load_settings
 from ladderbook.train import checkpoint, step
 
 
@@ -229,13 +228,10 @@ for kind in (AutoTokenizer, PreTrainedTokenizerFast):
 """
 
 
-def test_transformers_reads_the_same_ids(made):
-    python = load_settings().environments.serve / 'bin' / 'python'
-    if not python.exists():
-        pytest.skip('the serving environment is not made; make it with: make serve-env')
+def test_transformers_reads_the_same_ids(made, serving):
     environ = {**os.environ, 'HF_HUB_OFFLINE': '1'}
     done = subprocess.run(
-        [python, '-c', TRANSFORMERS, str(made[2].folder)], capture_output=True, text=True, env=environ
+        [serving, '-c', TRANSFORMERS, str(made[2].folder)], capture_output=True, text=True, env=environ
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -20,14 +20,12 @@ from ladderbook.errors import IntegrityError, NumericsError, ResourceError, Usag
 from ladderbook.model import lm
 from ladderbook.recipe import rungs
 from ladderbook.science import harness, items, routes
-from ladderbook.settings import load
 from ladderbook.train import checkpoint, step
 from ladderbook.train.loss import token_losses
 
 SIZES = {'layers': 2, 'experts': 8, 'sequence': 128, 'window': 32, 'vocab': 512}
 MICRO = rungs.changed(rungs.rung('desk-micro'), **SIZES)
 SPEC = MICRO.recipe.spec
-SERVE = load().environments.serve / 'bin' / 'python'
 
 
 def noise(spec):
@@ -436,13 +434,12 @@ model.save_pretrained(folder)
 """
 
 
-@pytest.mark.skipif(not SERVE.is_file(), reason='the serving environment is not there: make serve-env')
-def test_a_model_that_knows_nothing_pays_the_logarithm_of_its_vocabulary(corpus, tokenizer, folders, tmp_path):
-    run = [SERVE, '-c', ZERO, tmp_path / 'zero', corpus.folder / 'tokenizer.json', 0]
+def test_a_model_that_knows_nothing_pays_the_logarithm_of_its_vocabulary(corpus, tokenizer, folders, tmp_path, serving):
+    run = [serving, '-c', ZERO, tmp_path / 'zero', corpus.folder / 'tokenizer.json', 0]
     done = subprocess.run([str(x) for x in run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = []
-    found = harness.peer(tmp_path / 'zero', folders, SERVE, progress=lambda *a: told.append(a))
+    found = harness.peer(tmp_path / 'zero', folders, serving, progress=lambda *a: told.append(a))
     texts = [json.loads(x)['text'] for x in (folders['heldout_docs'] / 'heldout_docs.jsonl').read_text().splitlines()]
     tokens, size = sum(len(tokenizer.encode(t).ids) for t in texts), sum(len(t.encode()) for t in texts)
     assert list(found['tasks']) == ['heldout_docs'] and told[-1][1] == told[-1][2]
@@ -451,10 +448,10 @@ def test_a_model_that_knows_nothing_pays_the_logarithm_of_its_vocabulary(corpus,
     config = json.loads((tmp_path / 'zero' / 'config.json').read_text())
     (tmp_path / 'zero' / 'config.json').write_text(json.dumps({**config, 'eos_token_id': 512}))
     with pytest.raises(UsageError, match='no end-of-text token in its vocabulary'):
-        harness.peer(tmp_path / 'zero', folders, SERVE)
+        harness.peer(tmp_path / 'zero', folders, serving)
     (tmp_path / 'zero' / 'model.safetensors').write_bytes(b'')
     with pytest.raises(UsageError, match='zero could not be evaluated'):
-        harness.peer(tmp_path / 'zero', folders, SERVE)
+        harness.peer(tmp_path / 'zero', folders, serving)
 
 
 def test_another_model_needs_its_environment_and_a_folder(tmp_path, folders):
