@@ -61,7 +61,7 @@ def gone(processes, seconds=30):
 @pytest.fixture(scope='module')
 def running(folder):
     "Lines of a server that runs, its process and the one that started it."
-    process = starter(folder, 0, **{server.THEIR_KEY: KEY})
+    process = starter(folder, 0, **{server.KEY: KEY})
     lines = [process.stdout.readline().strip() for _ in range(7)]
     try:
         assert process.poll() is None and len(lines[-1]) > 5, lines

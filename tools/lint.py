@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LAYERS = ('ground', 'recipe', 'data', 'parallel', 'model', 'train', 'science', 'serve', 'replay', 'track', 'cli')
+ROOF = ('cli', 'console', 'serving')
 LARGEST = 5_000_000
 EXPORTED_LINES, FUNCTION_LINES = 400, 60
 FORBIDDEN = {
@@ -124,8 +125,10 @@ def links(root):
 
 
 def folder_of(module):
-    "The layer a module belongs to: its folder, `cli`, or the ground."
+    "The layer a module belongs to: its folder, the roof (`cli`), or the ground."
     parts = module.split('.')
+    if len(parts) > 1 and parts[1] in ROOF:
+        return 'cli'
     return parts[1] if len(parts) > 1 and parts[1] in LAYERS else 'ground'
 
 

@@ -72,7 +72,8 @@ def number(text: str) -> int:
     return int(text)
 
 
-def verb(verbs, name: str, do, help: str):
+def verb(verbs, name: str, do, help: str) -> argparse.ArgumentParser:
+    """A new verb of the command, carried out by `do(args)`, with the `--json` that every verb has."""
     p = verbs.add_parser(name, help=help, description=do.__doc__, allow_abbrev=False)
     p.add_argument('--json', action='store_true', help='answer as JSON on standard output')
     p.set_defaults(do=do)

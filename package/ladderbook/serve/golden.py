@@ -91,7 +91,8 @@ def completion(url: str, model: str, tokens: list[int], new: int, key: str = '')
             'return_token_ids': True, 'return_tokens_as_token_ids': True}  # fmt: skip
     headers = {'content-type': 'application/json'} | ({'authorization': f'Bearer {key}'} if key else {})
     request = urllib.request.Request(f'{url}/v1/completions', json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with straight.open(request, timeout=120) as answer:
         choice = json.load(answer)['choices'][0]
     first = choice['logprobs']['top_logprobs'][0]
     return choice['token_ids'], {int(k.removeprefix('token_id:')): v for k, v in first.items()}
