@@ -9,12 +9,17 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import psutil
 import pytest
 from ladderbook import settings
-from ladderbook.errors import ResourceError
+from ladderbook.data.tokens import load_tokenizer, open_corpus
+from ladderbook.errors import NumericsError, ResourceError
+from ladderbook.files import write_json
 from ladderbook.recipe.spec import ModelSpec
-from ladderbook.serve import export, server
+from ladderbook.science import routes
+from ladderbook.serve import export, golden, server
+from ladderbook.serve.trace import prompts
 
 SPEC = ModelSpec(
     layers=2, width=64, heads=2, head_dim=32, kv_heads_local=1, kv_heads_global=1, experts=8, top_k=2, expert_width=32,
@@ -70,6 +75,7 @@ def running(folder):
         if process.poll() is None:
             process.terminate()
             process.wait(60)
+        process.stdout.close()
 
 
 def ask(url, body=None, key=KEY, headers=None):
@@ -125,6 +131,33 @@ def test_chat_is_refused_in_one_sentence(running):
     asked = {'model': model, 'messages': [{'role': 'user', 'content': 'hello'}]}
     status, content = ask(f'{url}/v1/chat/completions', asked)
     assert (status, json.loads(content)['error']['message']) == (400, server.NO_CHAT)
+
+
+def test_the_harness_gets_what_jax_says(running, folder):
+    """Both routes of the evaluation, item by item, through the server that users meet."""
+    tokenizer = load_tokenizer(folder / 'tokenizer.json')
+    served = routes.EndpointLM(running[1][1], tokenizer, SPEC.sequence, key=KEY)
+    ours = routes.JaxLM(export.state(folder), tokenizer)
+    draw = np.random.default_rng(2)
+    pairs = [
+        (draw.integers(1, 512, n).tolist(), draw.integers(1, 512, m).tolist()) for n, m in ((5, 3), (40, 20), (1, 1))
+    ]
+    for (a, greedy_a), (b, greedy_b) in zip(served.score(pairs), ours.score(pairs), strict=True):
+        assert abs(a - b) < 1e-4 and greedy_a == greedy_b
+
+
+def test_the_golden_answers_come(running, folder):
+    model = export.state(folder)
+    heldout = open_corpus(folder.parent.parent.parent / 'cache' / 'corpora' / 'tiny').heldout
+    value = golden.write(folder, model, prompts(heldout, SPEC, 8), settings.load().home, 'a test')
+    url = running[1][1]
+    name = json.loads(ask(f'{url}/v1/models')[1])['data'][0]['id']
+    assert golden.ask(folder, url, name, 'float32', KEY) == 2
+    wrong = value['cases'][1] | {'next': value['cases'][1]['next'][::-1]}
+    write_json(folder / 'golden.json', value | {'cases': [value['cases'][0], wrong]}, golden.SCHEMA)
+    with pytest.raises(NumericsError, match='golden case 2: new token'):
+        golden.ask(folder, url, name, 'float32', KEY)
+    (folder / 'golden.json').unlink()
 
 
 def test_its_port_is_in_use(running, folder):
