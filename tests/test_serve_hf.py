@@ -11,9 +11,10 @@ import numpy as np
 from ladderbook.model.lm import table
 from ladderbook.recipe.spec import ModelSpec
 from ladderbook.serve import agreement, export, folder, layout, trace
+from ladderbook.settings import load
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = ROOT / '.venv-serve' / 'bin' / 'python'
+PYTHON = load().environments.serve / 'bin' / 'python'
 SPEC = ModelSpec(
     layers=5, width=64, heads=8, head_dim=16, kv_heads_local=4, kv_heads_global=2, experts=8, top_k=2, expert_width=32,
     latent_width=24, shared_experts=2, shared_width=32, vocab=512, sequence=64, window=20, norm_rank=8,

@@ -187,6 +187,7 @@ def test_killed_half_way_it_leaves_nothing(folder):
     assert len(processes) >= 3  # this one, the front end and the engine, which loads
     process.kill()
     process.wait()
+    process.stdout.close()
     assert gone(processes[1:])
 
 

@@ -11,8 +11,9 @@ from ladderbook.model.lm import Compute, filled, table
 from ladderbook.recipe.spec import ModelSpec
 from ladderbook.serve import agreement, folder, layout
 from ladderbook.serve.trace import trace
+from ladderbook.settings import load
 
-PYTHON = Path(__file__).resolve().parent.parent / '.venv-serve' / 'bin' / 'python'
+PYTHON = load().environments.serve / 'bin' / 'python'
 LIMIT = 2e-5
 SPECS = {
     'main': ModelSpec(

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENTS = {'serve': '.venv-serve'}
+ENVIRONMENTS = ('train', 'serve')
 OURS = r'(ladderbook(\..*)?|__main__)$'
 CHECKER = 'beartype.beartype'
 
@@ -22,7 +22,9 @@ def environment(notebook):
         return None
     if found[1] not in ENVIRONMENTS:
         sys.exit(f'{notebook}: no environment is called {found[1]!r}; known: {", ".join(ENVIRONMENTS)}')
-    return ROOT / ENVIRONMENTS[found[1]]
+    from environment import setting
+
+    return ROOT / setting('environments', found[1])
 
 
 def move(notebook):
@@ -32,7 +34,7 @@ def move(notebook):
         return
     python = folder / 'bin' / 'python'
     if not python.exists():
-        sys.exit(f'{notebook} runs in {folder.name}, which is not there; make it: make {folder.name[6:]}-env')
+        sys.exit(f'{notebook} runs in {folder.name}, which is not there; make it: make serve-env')
     os.execv(python, [str(python), *sys.argv])
 
 
