@@ -512,8 +512,8 @@ def test_clean_leaves_what_settings_put_outside(tmp_path):
 
 def test_every_make_command_is_described():
     text = (ROOT / 'Makefile').read_text()
-    commands = set(re.search(r'^\.PHONY: (.*)$', text, re.MULTILINE)[1].split()) - {'dev', 'train'}
-    described = set(re.findall(r'^(\w+):.*## \w', text, re.MULTILINE))
+    commands = set(re.search(r'^\.PHONY: (.*)$', text, re.MULTILINE)[1].split()) - {'dev', 'train', 'serving-if-it-fits'}
+    described = set(re.findall(r'^([\w-]+):.*## \w', text, re.MULTILINE))
     assert commands == described
     readme = (ROOT / 'README.md').read_text()
-    assert set(re.findall(r'`make (\w+)', readme)) <= commands
+    assert set(re.findall(r'`make ([\w-]+)', readme)) <= commands
