@@ -1007,6 +1007,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'ladderbook/serve/layers.py'),
                                          'ladderbook.serve.layers.exclude_self': ( 'serve/layers.html#exclude_self',
                                                                                    'ladderbook/serve/layers.py'),
+                                         'ladderbook.serve.layers.largest': ('serve/layers.html#largest', 'ladderbook/serve/layers.py'),
                                          'ladderbook.serve.layers.layers_of_cache': ( 'serve/layers.html#layers_of_cache',
                                                                                       'ladderbook/serve/layers.py'),
                                          'ladderbook.serve.layers.plain_norm': ( 'serve/layers.html#plain_norm',

@@ -114,13 +114,17 @@ class LadderbookModel(LadderbookPreTrainedModel):
         self.norm, self.final_gated_norm = RMSNorm(D, c.norm_eps), GatedNorm(D, c.norm_rank)
         self.post_init()
 
-    def sight(self, real: Bool[Tensor, 'B T'], queries: int, past: Cache | None) -> dict[bool, Bool[Tensor, 'B 1 q t']]:
-        """What the last `queries` tokens see of the keys that are kept, in global layers (True) and in local ones."""
+    def sight(
+        self, real: Bool[Tensor, 'B T'], queries: int, past: Cache | None, dtype
+    ) -> dict[bool, Float[Tensor, 'B 1 q t']]:
+        """What the last `queries` tokens see of the keys that are kept, in global layers (True) and in local ones: 0 for a
+        key that is seen and -inf for one that is not, as the attention of torch adds it."""
         found = {}
         for i in range(self.config.num_hidden_layers):
             if (whole := self.config.is_global(i)) not in found:
                 keys = queries if past is None else past.get_mask_sizes(queries, i)[0]
-                found[whole] = visible(real, queries, keys, None if whole else self.config.local_window)
+                seen = visible(real, queries, keys, None if whole else self.config.local_window)
+                found[whole] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         return found
 
     @can_return_tuple
@@ -144,10 +148,11 @@ class LadderbookModel(LadderbookPreTrainedModel):
             raise UsageError(
                 f'a text of {longest} tokens; the model was trained on at most {c.max_position_embeddings}'
             )
-        turn, sees = turns(positions[:, -S:], c), self.sight(real, S, past)
         x = self.embed_gated_norm(self.embed_norm(self.embed_tokens(input_ids)))
-        streams = [x]
-        now = None if bool(real.all()) else real[:, -S:]
+        streams, now = [x], real[:, -S:]
+        if bool(real.all()):  # without padding all rows turn and see alike
+            now, real, positions = None, real[:1], positions[:1]
+        turn, sees = turns(positions[:, -S:], c), self.sight(real, S, past, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, now, turn, sees[c.is_global(i)], past)
             streams.append(x)

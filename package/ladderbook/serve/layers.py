@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LadderbookConfig', 'plain_norm', 'RMSNorm', 'GatedNorm', 'ShortConv', 'short_conv', 'layers_of_cache', 'ready_cache',
-           'visible', 'turns', 'rotate', 'exclude_self', 'Attention', 'Router', 'Expert', 'LatentExperts']
+           'visible', 'turns', 'rotate', 'exclude_self', 'Attention', 'largest', 'Router', 'Expert', 'LatentExperts']
 
 # %% ../../../nbs/serve/02b_layers.ipynb #1eaf87c2
 from typing import no_type_check
@@ -253,6 +253,14 @@ class Attention(nn.Module):
         return self.o_proj((y * (c.head_gate_scale * gate)).to(y.dtype).transpose(1, 2).flatten(-2))
 
 # %% ../../../nbs/serve/02b_layers.ipynb #a29a76ce
+def largest(x: Float[Tensor, 'T E'], count: int) -> tuple[Float[Tensor, 'T n'], Int[Tensor, 'T n']]:
+    """The `count` largest of each row, falling, and where they stand; the lowest place first among equals."""
+    values, places = x.topk(count)
+    if bool((values[:, 1:] == values[:, :-1]).any()):  # topk promises no order among equals, a stable sort does
+        values, places = (a[:, :count] for a in x.sort(dim=-1, descending=True, stable=True))
+    return values, places
+
+
 class Router(nn.Module):
     """Which k of E experts a token is sent to, and with which weights. Weight and bias stay in float32."""
 
@@ -263,10 +271,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
 
     def forward(self, x: Float[Tensor, 'T D']) -> tuple[Int[Tensor, 'T k'], Float[Tensor, 'T k'], Float[Tensor, 'T E']]:
-        """The experts, best first, their weights (float32), and the biased logits of all in falling order."""
+        """The experts, best first, their weights (float32), and the biased logits of these and the next, falling."""
         c, dtype = self.config, getattr(torch, self.config.router_dtype)
         logits = F.linear(x.to(dtype).float(), self.weight.to(dtype).float())
-        biased, order = (logits + self.bias).sort(dim=-1, descending=True, stable=True)
+        biased, order = largest(logits + self.bias, c.num_experts_per_tok + 1)
         chosen = order[:, : c.num_experts_per_tok]
         weights = torch.sigmoid(logits.gather(1, chosen))
         return chosen, weights * (c.combine_sum / (weights.sum(-1, keepdim=True) + c.combine_eps)), biased
