@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -88,6 +89,7 @@ REFUSED = {
     'half precision': {'dtype': 'float16'},
     'cut': {},
     'strange': {},
+    'small heads': {},
 }
 
 
@@ -143,6 +145,8 @@ def work(tmp_path_factory):
     lost = Path(folders['cut']) / 'model-layer-00003.safetensors'
     lost.write_bytes((Path(folders['cut']) / 'model-layer-00002.safetensors').read_bytes())
     folders['strange'] = str(renamed(where / 'strange', *main, 'layers.2.mlp.router.bias', 'layers.2.mlp.router.bios'))
+    small = replace(SPECS['plain'], head_dim=16)
+    folders['small heads'] = str(write(where / 'small heads', small, arrays(small)))
     rng = np.random.default_rng(5)
 
     def draw(n, vocab):
@@ -262,6 +266,7 @@ def test_bfloat16(work):
     ('half precision', 'dtype is torch.float16; expected float32 or bfloat16'),
     ('cut', 'has tensor model.layers.2.'),
     ('strange', 'has tensor model.layers.2.mlp.router.bios, which this model does not have'),
+    ('small heads', 'head_dim is 16; vLLM attends on this device with heads of 32, '),
 ])  # fmt: skip
 def test_what_is_refused(work, name, says):
     assert says in json.loads(str(work[1]['said']))[name]

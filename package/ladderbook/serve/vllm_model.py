@@ -225,6 +225,9 @@ class LadderbookAttention(nn.Module):
             H, h, c.qk_multiplier * h**-0.5, num_kv_heads=c.kv_heads(layer), cache_config=vllm_config.cache_config,
             prefix=f'{prefix}.attn', per_layer_sliding_window=window,
         )  # fmt: skip
+        sizes = self.attn.attn_backend.get_supported_head_sizes()
+        if sizes and h not in sizes:
+            raise UsageError(f'head_dim is {h}; vLLM attends on this device with heads of {", ".join(map(str, sizes))}')
 
     def forward(self, x: Float[Tensor, 'T D'], turn, sconv: ShortConvs) -> Float[Tensor, 'T D']:
         c = self.config
