@@ -17,7 +17,7 @@ from ladderbook.serve.trace import EDGES, Prompts, prompts, trained
 from safetensors.numpy import load_file, save_file
 
 SPEC = ModelSpec(
-    layers=4, width=64, heads=4, head_dim=16, kv_heads_local=2, kv_heads_global=1, experts=8, top_k=2, expert_width=32,
+    layers=4, width=64, heads=4, head_dim=32, kv_heads_local=2, kv_heads_global=1, experts=8, top_k=2, expert_width=32,
     latent_width=32, shared_experts=2, shared_width=32, vocab=512, sequence=256, window=96, norm_rank=8,
 )  # fmt: skip
 
@@ -139,14 +139,15 @@ def test_another_tokenizer_fails_and_says_where(exported, cache):
     assert 'tokenizer: first difference at position 1 of held-out text' in found.failures[0]
 
 
-def test_the_engine_agrees_in_every_mode(exported, model, asked, python):
-    found = against(exported, model, asked, python, parity.MODES, half=True)
+def test_the_engine_agrees(exported, model, asked, python):
+    """Every mode is tried in test_vllm; here the record is made of two of them."""
+    found = against(exported, model, asked, python, ('plain', 'prefix cache'))
     assert found.failures == []
-    for mode in parity.MODES:
+    for mode in ('plain', 'prefix cache'):
         assert 0 < found.modes[mode]['max_abs'] < 2e-5
     assert found.modes['prefix cache']['facts']['cached_tokens'] > 0
-    assert found.modes['preemption']['facts']['preemptions'] > 0
-    assert found.bf16['vllm']['positions'] > 50
+    assert set(found.fp32['pairs']) == {'jax-transformers', 'jax-vllm', 'transformers-vllm'}
+    assert found.fp32['greedy']['vllm']['tokens'] == 4 * 8
 
 
 # what cannot be asked
