@@ -1,5 +1,5 @@
 # Every command of the bundle. `make` alone lists them. Defaults (environment, rung, corpus) stand in settings.ini.
-.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve serve-env serving-if-it-fits dev train
+.PHONY: help replay test lint lock fetch clean edit fold export bench plan serve serve-env serving-if-it-fits eval-env dev train
 .DEFAULT_GOAL := help
 
 FOUND := $(shell sh tools/python.sh $(PYTHON))
@@ -58,6 +58,8 @@ serving-if-it-fits:
 
 serve-env: ## the serving environment (stock vLLM on the CPU), for `ladderbook serve`, `parity`
 	@$(ENV) serve
+
+eval-env: dev ## lm-eval beside the training side, for `ladderbook eval --harness`
 
 # the environments that the commands above need
 train:

@@ -1222,6 +1222,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'ladderbook/serve/vllm_plugin.py')},
             'ladderbook.serving': { 'ladderbook.serving._eval_verb': ('serving.html#_eval_verb', 'ladderbook/serving.py'),
                                     'ladderbook.serving._folder_to_serve': ('serving.html#_folder_to_serve', 'ladderbook/serving.py'),
+                                    'ladderbook.serving._harness': ('serving.html#_harness', 'ladderbook/serving.py'),
                                     'ladderbook.serving._key': ('serving.html#_key', 'ladderbook/serving.py'),
                                     'ladderbook.serving._losses': ('serving.html#_losses', 'ladderbook/serving.py'),
                                     'ladderbook.serving._parts': ('serving.html#_parts', 'ladderbook/serving.py'),

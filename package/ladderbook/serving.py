@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import settings
 from .console import agree, number, run_folder, say, verb, words
-from .errors import NumericsError, UsageError
+from .errors import DriftError, NumericsError, ResourceError, UsageError
 from .machine import GB
 from .replay.summary import typed
 
@@ -94,15 +94,24 @@ def serve(args) -> tuple:
     return code, {'folder': str(where), 'url': running.url}, f'{where} is not served any more'
 
 # %% ../../nbs/89_serving.ipynb #e5abcce7
+def _harness():
+    try:
+        from ladderbook.science import harness
+    except ModuleNotFoundError as e:
+        if e.name != 'lm_eval':
+            raise
+        raise ResourceError('the harness needs lm-eval, which replaying does without; make it: make eval-env') from None
+    return harness
+
+
 def evaluate(args) -> tuple:
     """Held-out losses of a run's newest checkpoint, or with --harness the tasks of the evaluation harness."""
-    from ladderbook.science import harness
-
     here, run = settings.load(), run_folder(args.run)
     if not args.harness:
         if args.tasks or args.endpoint or args.text or args.hf:
             raise UsageError('--tasks, --endpoint, --text and --hf belong to --harness')
         return _losses(run, here)
+    harness = _harness()
     results, folders = harness.evaluate_run(
         run, here.paths.cache, args.tasks or (), args.endpoint or '', args.text, args.source_dir, _key(), _progress
     )
@@ -130,17 +139,22 @@ def _progress(what: str, done: int, total: int) -> None:
 def _losses(run: Path, here) -> tuple:
     from flax import nnx
 
+    from ladderbook.data.tokens import open_corpus
     from ladderbook.model import lm
-    from ladderbook.science import evals, harness
+    from ladderbook.science import evals
+    from ladderbook.serve import export, trace
     from ladderbook.train.loop import FINAL_ROWS
 
-    who, recipe, corpus = harness.trained(run, here.paths.cache)
-    _, params, bias = nnx.split(harness.restored(run, recipe, who['step']), nnx.Param, lm.RouterBias)
-    found = evals.evaluator(recipe.spec, corpus)(params, bias, FINAL_ROWS)
+    (about, step), model = export.verified_run(run), trace.trained(run)
+    corpus = open_corpus(here.paths.cache / 'corpora' / about['identity']['corpus']['name'])
+    if corpus.digest != about['identity']['corpus']['digest']:
+        raise DriftError(f'{run.name} was trained on another {corpus.name} than the one in {corpus.folder}')
+    _, params, bias = nnx.split(model, nnx.Param, lm.RouterBias)
+    found = evals.evaluator(model.spec, corpus)(params, bias, FINAL_ROWS)
     lines = [f'{d:14} {f["loss"]:.4f} nats per token, {f["bits_per_byte"]:.4f} bits per byte, {f["tokens"]:,} tokens'
              for d, f in found['domains'].items()]  # fmt: skip
-    lines.append(f'{"macro":14} {found["macro"]:.4f} nats per token at step {who["step"]}, dropless')
-    return 0, found | {'who': who}, '\n'.join(lines)
+    lines.append(f'{"macro":14} {found["macro"]:.4f} nats per token at step {step}, dropless')
+    return 0, found | {'run': run.name, 'step': step}, '\n'.join(lines)
 
 # %% ../../nbs/89_serving.ipynb #a26292e9
 def push(args) -> tuple:
