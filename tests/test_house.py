@@ -512,7 +512,11 @@ def test_clean_leaves_what_settings_put_outside(tmp_path):
 
 def test_every_make_command_is_described():
     text = (ROOT / 'Makefile').read_text()
-    commands = set(re.search(r'^\.PHONY: (.*)$', text, re.MULTILINE)[1].split()) - {'dev', 'train', 'serving-if-it-fits'}
+    commands = set(re.search(r'^\.PHONY: (.*)$', text, re.MULTILINE)[1].split()) - {
+        'dev',
+        'train',
+        'serving-if-it-fits',
+    }
     described = set(re.findall(r'^([\w-]+):.*## \w', text, re.MULTILINE))
     assert commands == described
     readme = (ROOT / 'README.md').read_text()
