@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from ..errors import IntegrityError, UsageError
 from ..recipe.spec import ModelSpec
 from . import layout
-from .hf import GatedNorm, LadderbookConfig, RMSNorm, exclude_self, plain_norm, rotate, turns
 
 # %% ../../../nbs/serve/04_vllm_model.ipynb #6e00b860
 def refuse(vllm_config) -> None:
@@ -85,8 +84,8 @@ RENAMED = {
 STATED = (*layout.CONSTANTS, *layout.FIELDS, 'ladderbook_schema', 'layer_schedule', 'sconv_sites', 'initializer_range')
 
 
-def spec_of(config: LadderbookConfig) -> ModelSpec:
-    """The sizes that a configuration states."""
+def spec_of(config) -> ModelSpec:
+    """The sizes that a `LadderbookConfig` states."""
     return layout.spec_of({'dtype': 'float32', **{name: getattr(config, name) for name in STATED}})
 
 
@@ -129,6 +128,7 @@ def arranged(weights: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator
             yield name, w[:, 0] if '.sconv.' in name else w
 
 # %% ../../../nbs/serve/04_vllm_model.ipynb #3c2228a0
+from .layers import GatedNorm, LadderbookConfig, RMSNorm, exclude_self, plain_norm, rotate, turns
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
