@@ -187,6 +187,10 @@ def test_golden_answers_are_of_this_export(exported, model, asked, run, tmp_path
     (other / 'golden.json').write_text(json.dumps(value | {'export': '0' * 64}))
     with pytest.raises(UsageError, match='of another export'):
         golden.ask(other, 'http://127.0.0.1:9', 'm', 'float32')
+    for cases in ([], value['cases'][:1], [{**c, 'next': c['next'][:1]} for c in value['cases']]):
+        (other / 'golden.json').write_text(json.dumps(value | {'cases': cases}))
+        with pytest.raises(NumericsError, match='does not hold two whole cases'):
+            golden.ask(other, 'http://127.0.0.1:9', 'm', 'float32')
     (other / 'golden.json').unlink()
     with pytest.raises(UsageError, match='has no golden.json'):
         golden.ask(other, 'http://127.0.0.1:9', 'm', 'float32')

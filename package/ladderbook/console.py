@@ -38,7 +38,7 @@ def agree(reason: str, yes: bool) -> None:
 # %% ../../nbs/88_console.ipynb #d678fb89
 def run_folder(name: str) -> Path:
     """The folder of the run `name`: a path, or a run's name or its beginning under the settings' runs folder."""
-    if len(name) > 1000:
+    if len(name) > 200 and not Path(name).is_absolute() or len(name) > 1000:
         raise UsageError(f'{name[:20]!r}... names no run: it has {len(name)} characters')
     if (Path(name) / 'run.json').is_file():
         return Path(name)

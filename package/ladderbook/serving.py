@@ -108,10 +108,12 @@ def evaluate(args) -> tuple:
     """Held-out losses of a run's newest checkpoint, or with --harness the tasks of the evaluation harness."""
     here, run = settings.load(), run_folder(args.run)
     if not args.harness:
-        if args.tasks or args.endpoint or args.text or args.hf:
-            raise UsageError('--tasks, --endpoint, --text and --hf belong to --harness')
+        if args.tasks or args.endpoint or args.text or args.hf or args.source_dir:
+            raise UsageError('--tasks, --endpoint, --text, --hf and --source-dir belong to --harness')
         return _losses(run, here)
     harness = _harness()
+    if args.hf and not (args.hf / 'config.json').is_file():
+        raise UsageError(f'{args.hf} is no Hugging Face model: it has no config.json')
     results, folders = harness.evaluate_run(
         run, here.paths.cache, args.tasks or (), args.endpoint or '', args.text, args.source_dir, _key(), _progress
     )

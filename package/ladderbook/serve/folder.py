@@ -125,7 +125,7 @@ def _pairs(path: Path, pairs: list) -> dict:
 def _parse(path: Path, text: bytes) -> dict:
     try:
         value = json.loads(text, object_pairs_hook=lambda pairs: _pairs(path, pairs))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise IntegrityError(f'{path} has no JSON header; it is not safetensors, or was cut or changed') from None
     return need(value, {'*': dict}, path) if isinstance(value, dict) else need({}, {'__metadata__': dict}, path)
 
@@ -171,7 +171,7 @@ def _same(expected, found, what: str, where) -> None:
 def _json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise IntegrityError(f'{path} is not JSON') from None
     if not isinstance(value, dict):
         raise IntegrityError(f'{path} is {str(value)[:40]!r}; expected an object')
@@ -281,6 +281,9 @@ def verify(folder: Path, progress: Callable[[str, int, int], None] | None = None
     dtype = config['dtype']
     if manifest['request']['dtype'] != dtype:
         raise IntegrityError(f'{folder}: config.json says {dtype}, the manifest {manifest["request"]["dtype"]}')
+    stated = spec.layers * (3 * spec.experts + 3 * spec.shared_experts)
+    if stated > len(manifest['tensors']):  # sizes of a stranger: not laid out before they can be true
+        raise IntegrityError(f'{folder / "config.json"} states {stated} tensors of experts, the manifest names fewer')
     shards = layout.plan(spec, dtype)
     _listing(folder, shards, manifest)
     _check_index(folder / INDEX, shards)

@@ -101,7 +101,7 @@ def completion(url: str, model: str, tokens: list[int], new: int, key: str = '')
 def check(case: dict, after: list[int], first: dict[int, float], dtype: str, number: int) -> None:
     """Compare one answer with its golden case; `NumericsError` says which differs and by how much."""
     wanted = dict(zip(case['best'], case['logprobs'], strict=True))
-    limit, asked = (FINE, case['best'][: BEST - 1]) if dtype == 'float32' else (COARSE, case['best'][:1])
+    limit, asked = (FINE, case['best']) if dtype == 'float32' else (COARSE, case['best'][:1])
     for entry in asked:
         if not abs(first.get(entry, float('inf')) - wanted[entry]) <= limit:
             said = f'{first[entry]:.4f}' if entry in first else 'not among the likeliest'
@@ -126,6 +126,11 @@ def ask(folder: Path, url: str, model: str, dtype: str, key: str = '') -> int:
     value = read_json(folder / GOLDEN, SCHEMA, keys=KEYS)
     if value['export'] != read_manifest(folder)['digest']:
         raise UsageError(f'{folder / GOLDEN} is of another export; make it again with `ladderbook parity RUN`')
+    sizes = [[len(case[k]) for k in ('next', 'best', 'logprobs')] for case in value['cases']]
+    if sizes != [[AHEAD, BEST, BEST]] * 2 or not all(case['tokens'] for case in value['cases']):
+        raise NumericsError(
+            f'{folder / GOLDEN} does not hold two whole cases; make it again with `ladderbook parity RUN`'
+        )
     for number, case in enumerate(value['cases'], 1):
         check(case, *completion(url, model, case['tokens'], len(case['next']), key), dtype, number)
     return len(value['cases'])
