@@ -12,7 +12,7 @@ from packaging.markers import Marker
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / 'containers' / 'locks'
 QUIET = ('--quiet', '--no-header', '--no-emit-index-url', '--no-emit-find-links')
-EXTRAS = {'train': ('train', 'editable'), 'dev': ('train', 'editable', 'eval', 'dev')}
+EXTRAS = {'train': ('train', 'editable'), 'dev': ('train', 'editable', 'eval', 'cluster', 'dev')}
 
 
 def compile_lock(name, upgrade):
