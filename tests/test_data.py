@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ladderbook.data import loader, provenance, sources, text, tokens
+from ladderbook.data import loader, order, provenance, sources, text, tokens
+from ladderbook.data.mixture import mixture
 from ladderbook.data.sources import CORPORA, SOURCES, CorpusPlan, Source, members
 from ladderbook.errors import DriftError, IntegrityError, LockedError, ResourceError, UsageError
 from ladderbook.files import lock, sha256_file
@@ -419,8 +420,8 @@ def test_the_desk_corpus_if_it_is_here():
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 64), st.integers(0, 2**32), st.integers(0, 3))
 def test_an_epoch_takes_every_row_once(n, batch, seed, first):
-    steps = range(first * n // batch, -(-(first + 1) * n // batch))
-    epochs, rows = (np.concatenate(x) for x in zip(*(loader.order(n, batch, seed, s) for s in steps), strict=True))
+    one, steps = mixture({'all': 1}), range(first * n // batch, -(-(first + 1) * n // batch))
+    epochs, rows = (np.concatenate(x) for x in zip(*(order.order(one, (n,), batch, seed, s)[1:] for s in steps), strict=True))
     assert np.array_equal(np.sort(rows[epochs == first]), np.arange(n))
 
 
@@ -456,7 +457,7 @@ def test_a_loader_refuses_negative_helpers_and_takes_its_last_step(tiny):
     for wrong in ({'sequence': 0}, {'batch': -1}):
         with pytest.raises(UsageError, match=f'{next(iter(wrong))} is'):
             next(loader.heldout(tiny, 'docs', **{'sequence': 64, 'batch': 4} | wrong))
-    last = loader.LAST // 4 - 1
+    last = order.LAST // 4 - 1
     assert loader.rows(tiny, 64, 4, 0, last)['tokens'].shape == (4, 64)
     with pytest.raises(UsageError, match=f'the last one is {last}'):
         loader.rows(tiny, 64, 4, 0, last + 1)
@@ -464,7 +465,7 @@ def test_a_loader_refuses_negative_helpers_and_takes_its_last_step(tiny):
 
 def test_orders_differ_by_seed_and_epoch():
     n = 1000
-    orders = [loader.permute(np.arange(n), n, loader.keys(s, e)) for s in range(3) for e in range(3)]
+    orders = [order.permute(np.arange(n), n, order.keys(s, e)) for s in range(3) for e in range(3)]
     same = [(a == b).mean() for i, a in enumerate(orders) for b in orders[:i]]
     assert max(same) < 0.01
 

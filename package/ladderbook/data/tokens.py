@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'FORMAT', 'END', 'CORPUS_KEYS', 'ALWAYS', 'train_tokenizer', 'load_tokenizer', 'token_bytes', 'encode',
-           'Corpus', 'open_corpus', 'identity', 'build', 'publish', 'tiny']
+           'Corpus', 'open_corpus', 'document_table', 'identity', 'Progress', 'state', 'seal', 'install',
+           'check_published', 'build', 'publish', 'tiny']
 
 # %% ../../../nbs/data/04_tokens.ipynb #f6c05081
 import shutil
@@ -86,7 +87,8 @@ def _encode(tokenizer, texts):
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """An opened corpus. `train`: T tokens; `heldout`: tokens by domain; both memory maps of uint16.
-    `token_bytes`: bytes of text per token, int32 [V]."""
+    `token_bytes`: bytes of text per token, int32 [V]; `buckets`: by name, first token and tokens of the part of `train`
+    that a mixture can weigh (one, `all`, where nothing was sorted)."""
 
     name: str
     folder: Path
@@ -98,6 +100,7 @@ class Corpus:
     heldout: dict[str, np.ndarray]
     token_bytes: np.ndarray
     provenance: dict
+    buckets: dict[str, tuple[int, int]]
 
     def __reduce__(self):
         # A worker process maps the files itself instead of receiving the tokens.
@@ -111,7 +114,19 @@ def _tokens(path: Path) -> np.ndarray:
 CORPUS_KEYS = {
     'name': str, 'digest': str, 'tokenizer_digest': str, 'vocab': int, 'domains.*': str, 'files.*': str,
 }  # fmt: skip
-ALWAYS = ('train.bin', 'tokenizer.json', 'documents.json', 'provenance.json')
+
+ALWAYS = ('train.bin', 'tokenizer.json', 'provenance.json')
+
+
+def _buckets(stated: dict, tokens: int, path: Path) -> dict[str, tuple[int, int]]:
+    """Where each bucket lies in the training stream; they must follow one another and cover it."""
+    found, begin = {}, 0
+    for name, size in stated.get('buckets', {'all': tokens}).items():
+        found[name] = (begin, size)
+        begin += size
+    if begin != tokens:
+        raise IntegrityError(f'{path}: the buckets hold {begin} tokens, train.bin has {tokens}; build the corpus again')
+    return found
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -135,6 +150,7 @@ def open_corpus(folder: Path) -> Corpus:
                 f'{name} in {folder} is missing or not the file that corpus.json names; remove the folder and build again'
             )
     tokenizer = load_tokenizer(folder / 'tokenizer.json')
+    train = _tokens(folder / 'train.bin')
     return Corpus(
         name=stated['name'],
         folder=folder,
@@ -142,11 +158,22 @@ def open_corpus(folder: Path) -> Corpus:
         tokenizer_digest=stated['tokenizer_digest'],
         vocab=stated['vocab'],
         domains=tuple(stated['domains']),
-        train=_tokens(folder / 'train.bin'),
+        train=train,
         heldout={d: _tokens(folder / 'heldout' / f'{d}.bin') for d in stated['domains']},
         token_bytes=token_bytes(tokenizer),
         provenance=provenance.read(folder / 'provenance.json'),
+        buckets=_buckets(stated, len(train), folder / 'corpus.json'),
     )
+
+
+def document_table(corpus: Corpus, *columns: str) -> dict[str, list]:
+    """The named columns of every document that was found, removed ones too, in stream order."""
+    if (corpus.folder / 'documents.parquet').is_file():
+        from pyarrow import parquet
+
+        return parquet.read_table(corpus.folder / 'documents.parquet', columns=list(columns)).to_pydict()
+    stated = read_json(corpus.folder / 'documents.json', 'ladderbook.documents', keys=dict.fromkeys(columns, list))
+    return {c: stated[c] for c in columns}
 
 # %% ../../../nbs/data/04_tokens.ipynb #934f49dc
 def identity(wanted: CorpusPlan) -> dict:
@@ -161,7 +188,7 @@ def identity(wanted: CorpusPlan) -> dict:
     }
 
 
-class _Progress:
+class Progress:
     """A bar on a terminal; elsewhere a line per stage; nothing when off."""
 
     def __init__(self, name: str, on: bool):
@@ -219,7 +246,7 @@ def _write_table(folder: Path, wanted: CorpusPlan, docs, counts, stated: dict) -
     provenance.write(folder / 'provenance.json', {'corpus': wanted.name, **{k: stated[k] for k in kept}}, rows)
 
 # %% ../../../nbs/data/04_tokens.ipynb #b5173fbd
-def _make(wanted: CorpusPlan, files: dict[str, Path], folder: Path, progress: _Progress) -> None:
+def _make(wanted: CorpusPlan, files: dict[str, Path], folder: Path, progress: Progress) -> None:
     """Fill the empty `folder` with the corpus of the plan `wanted`, from verified `files`."""
     docs = text.collect(wanted.sources, files, wanted.heldout)
     kept = [d for d in docs if not d.removed]
@@ -233,44 +260,60 @@ def _make(wanted: CorpusPlan, files: dict[str, Path], folder: Path, progress: _P
     progress.say('vocabulary learnt; encoding ...')
     counts = _write_tokens(folder, load_tokenizer(folder / 'tokenizer.json'), docs, progress)
     _write_documents(folder, docs, counts)
-    made = sorted(
-        str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file() and p.suffix in ('.bin', '.json')
-    )
-    hashes = {name: sha256_file(folder / name) for name in made}
-    decided = {name: hashes[name] for name in made if name != 'documents.json'}
-    stated = {
-        'name': wanted.name,
-        'identity': digest(identity(wanted)),
-        'digest': digest({'identity': identity(wanted), 'files': decided}),
-        'tokenizer_digest': hashes['tokenizer.json'],
-        'vocab': wanted.vocab,
-        'domains': sorted({d.domain for d in kept}),
-        'layout': {'dtype': '<u2', 'end_of_document': 0},
-        'tokens': {n: (folder / n).stat().st_size // 2 for n in made if n.endswith('.bin')},
-        'built_with': {'tokenizers': version('tokenizers')},
-    }
+    stated = state(wanted, folder, identity(wanted), sorted({d.domain for d in kept}))
     _write_table(folder, wanted, docs, counts, stated)
-    hashes['provenance.json'] = sha256_file(folder / 'provenance.json')
-    write_json(folder / 'corpus.json', {**stated, 'files': hashes}, SCHEMA)
+    seal(folder, stated)
+
+
+def _made(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob('*') if p.is_file())
+
+
+def state(wanted: CorpusPlan, folder: Path, asked: dict, domains: list[str], **more) -> dict:
+    """What corpus.json says about the files in `folder`: the digest is of what was asked and of every token file and the
+    vocabulary (and of `more`), so that notes about documents can be put right without changing it."""
+    decided = {n: sha256_file(folder / n) for n in _made(folder) if n.endswith('.bin') or n == 'tokenizer.json'}
+    return {
+        'name': wanted.name,
+        'identity': digest(asked),
+        'digest': digest({'identity': asked, 'files': decided, **more}),
+        'tokenizer_digest': decided['tokenizer.json'],
+        'vocab': wanted.vocab,
+        'domains': domains,
+        'layout': {'dtype': '<u2', 'end_of_document': 0},
+        'tokens': {n: (folder / n).stat().st_size // 2 for n in decided if n.endswith('.bin')},
+        'built_with': {'tokenizers': version('tokenizers')},
+        **more,
+    }
+
+
+def seal(folder: Path, stated: dict) -> None:
+    """Write corpus.json: what is stated, and the sha256 of every file."""
+    write_json(folder / 'corpus.json', {**stated, 'files': {n: sha256_file(folder / n) for n in _made(folder)}}, SCHEMA)
 
 # %% ../../../nbs/data/04_tokens.ipynb #18b512f8
-def _install(wanted: CorpusPlan, folder: Path, files, progress: _Progress) -> Corpus:
-    """The corpus of `wanted` at `folder`: verified where it exists, else made from what `files()` returns."""
+def install(wanted: CorpusPlan, folder: Path, files, progress: Progress, make=None, asked=None) -> Corpus:
+    """The corpus of `wanted` at `folder`: verified where it exists, else made from what `files()` returns.
+
+    `make(wanted, files, folder, progress)` fills an empty folder (default: as this chapter does), and `asked` is the identity
+    that it writes (default: `identity(wanted)`)."""
+    asked = asked or identity(wanted)
     with lock(folder.parent / f'.{folder.name}.lock', f'corpus {wanted.name}'):
         if not folder.exists():
             for left in folder.parent.glob(f'.{folder.name}.*/'):  # of a build that was killed; the lock is ours
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as d:
                 (Path(d) / 'corpus').mkdir()
-                _make(wanted, files(), Path(d) / 'corpus', progress)
+                (make or _make)(wanted, files(), Path(d) / 'corpus', progress)
                 (Path(d) / 'corpus').rename(folder)
     corpus = open_corpus(folder)
-    if corpus.provenance['identity'] != digest(identity(wanted)):
+    if corpus.provenance['identity'] != digest(asked):
         raise DriftError(f'corpus {wanted.name} in {folder} was made from other pins or rules; remove it to build anew')
     return corpus
 
 
-def _published(corpus: Corpus, table: Path) -> None:
+def check_published(corpus: Corpus, table: Path) -> None:
+    """Raise `DriftError` when the provenance table at `table` promises another digest for the same identity."""
     if not table.is_file():
         return
     stated = provenance.read(table)
@@ -287,7 +330,7 @@ def build(name: str, cache: Path, source_dir: Path | None = None, progress: bool
 
     Raises `UsageError` (unknown name), `IntegrityError` (a hash), `ResourceError` (disk, memory, a missing file, no
     network), `LockedError` (being built), `DriftError` (made by other rules, or not the published digest)."""
-    wanted, folder, show = plan(name), cache / 'corpora' / name, _Progress(name, progress)
+    wanted, folder, show = plan(name), cache / 'corpora' / name, Progress(name, progress)
     if not folder.exists():
         require(f'corpus {name}', cache, wanted.disk, wanted.memory)
 
@@ -295,8 +338,8 @@ def build(name: str, cache: Path, source_dir: Path | None = None, progress: bool
         show.say(f'{len(wanted.sources)} sources from {source_dir or "the cache or the package registry"}')
         return fetch(wanted.sources, cache / 'sources', source_dir)
 
-    corpus = _install(wanted, folder, files, show)
-    _published(corpus, bundled('artifacts', 'provenance', f'{name}.json'))
+    corpus = install(wanted, folder, files, show)
+    check_published(corpus, bundled('artifacts', 'provenance', f'{name}.json'))
     return corpus
 
 
@@ -311,4 +354,4 @@ def tiny(folder: Path, vocab: int = 512) -> Corpus:
     """A complete small corpus (five domains, 160 kB, made in about a second) at `folder`, for tests and chapters."""
     wanted = replace(plan('tiny'), vocab=vocab)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return _install(wanted, folder, lambda: fetch(wanted.sources, folder), _Progress('tiny', False))
+    return install(wanted, folder, lambda: fetch(wanted.sources, folder), Progress('tiny', False))
