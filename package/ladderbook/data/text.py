@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RULES', 'CONTROL', 'SKIPPED', 'LICENCES', 'EXTRACTORS', 'normalise', 'content_id', 'Page', 'Extractor', 'plain',
-           'pages', 'speech', 'article_licence', 'article', 'Document', 'documents', 'deduplicate', 'split', 'collect']
+           'pages', 'speech', 'article_licence', 'article', 'Document', 'read', 'documents', 'deduplicate', 'split',
+           'collect']
 
 # %% ../../../nbs/data/02_text.ipynb #234df348
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from .sources import SOURCES, Source, members
+from .sources import SOURCES, Source, members, plan
 from ..errors import IntegrityError, unknown
 from ..files import sha256_bytes
 
@@ -39,36 +40,44 @@ def content_id(text: str) -> str:
 
 # %% ../../../nbs/data/02_text.ipynb #3991f5d4
 class Page(NamedTuple):
-    """One text as an extractor found it; `removed` is empty, or why there is no text to keep."""
+    """One text as an extractor found it; `removed` is empty, or why there is no text to keep. `offset`: where it begins
+    in its member, or where the fault is; `size`: its bytes there (0: not known)."""
 
     path: str
     text: str
     licence: str = ''
     year: int | None = None
     removed: str = ''
+    offset: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """Which members of an archive hold text (`pattern`, a regular expression) and how one becomes pages."""
+    """Which members of an archive hold text (`pattern`, a regular expression) and how one becomes pages.
+
+    With `whole` it takes all members at once, as a list of (name, data), because its text is in none of them alone."""
 
     pattern: str
-    read: Callable[[str, bytes], Iterable[Page]]
+    read: Callable[..., Iterable[Page]]
+    whole: bool = False
 
 
 def plain(name: str, data: bytes) -> Iterator[Page]:
     """A whole file of UTF-8 is one page."""
     try:
-        yield Page(name, data.decode())
-    except UnicodeDecodeError:
-        yield Page(name, '', removed='not UTF-8')
+        yield Page(name, data.decode(), size=len(data))
+    except UnicodeDecodeError as e:
+        yield Page(name, '', removed='not UTF-8', offset=e.start, size=len(data))
 
 
 def pages(name: str, data: bytes) -> Iterator[Page]:
     """A file of pages, each after a line that holds only a form feed."""
-    for page in plain(name, data):
-        texts = [page.text] if page.removed else page.text.split('\n\f\n')
-        yield from (page._replace(path=f'{name}#{i}', text=t) for i, t in enumerate(texts))
+    offset = 0
+    for i, part in enumerate(data.split(b'\n\f\n')):
+        for page in plain(f'{name}#{i}', part):
+            yield page._replace(offset=offset + page.offset)
+        offset += len(part) + 3
 
 
 def speech(name: str, data: bytes) -> Iterator[Page]:
@@ -125,7 +134,7 @@ EXTRACTORS = {
     'plos': Extractor(r'allofplos/starter_corpus/[^/]*\.xml', article),
     'pages': Extractor(r'.*', pages),
 }
-assert {s.extractor for s in SOURCES.values()} <= set(EXTRACTORS)
+assert {SOURCES[n].extractor for p in ('desk-v0', 'tiny') for n in plan(p).sources} <= set(EXTRACTORS)
 
 # %% ../../../nbs/data/02_text.ipynb #29621573
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,22 +154,33 @@ class Document:
     removed: str = ''
 
 
-def documents(source: Source, path: Path) -> list[Document]:
-    """Every document that `source` finds in the file at `path`, sorted by content id then path; removals are marked.
+def read(source: Source, path: Path) -> Iterator[Page]:
+    """Every page that `source` finds in the file at `path`, in the order of member names and offsets.
 
     Raises `IntegrityError` when the file is damaged or holds nothing for the extractor."""
     if source.extractor not in EXTRACTORS:
         raise unknown('extractor', source.extractor, EXTRACTORS)
     extractor = EXTRACTORS[source.extractor]
-    found = []
-    for name, data in members(path, extractor.pattern):
-        found += [_document(source, page, len(data)) for page in extractor.read(name, data)]
-    if not found:
+    found = members(path, extractor.pattern)
+    if extractor.whole:
+        found = [(together,)] if (together := list(found)) else []
+    none = True
+    for args in found:
+        for page in extractor.read(*args):
+            none = False
+            yield page if page.size else page._replace(size=len(args[-1]))
+    if none:
         raise IntegrityError(f'{path.name} holds no text for source {source.name}; expected {extractor.pattern}')
-    return sorted(found, key=lambda d: (d.id, d.path))
 
 
-def _document(source: Source, page: Page, raw: int) -> Document:
+def documents(source: Source, path: Path) -> list[Document]:
+    """Every document that `source` finds in the file at `path`, sorted by content id then path; removals are marked.
+
+    Raises `IntegrityError` when the file is damaged or holds nothing for the extractor."""
+    return sorted((_document(source, page) for page in read(source, path)), key=lambda d: (d.id, d.path))
+
+
+def _document(source: Source, page: Page) -> Document:
     text = normalise(page.text)
     removed = page.removed or ('' if text.strip() else 'empty')
     return Document(
@@ -169,7 +189,7 @@ def _document(source: Source, page: Page, raw: int) -> Document:
         path=page.path,
         text=text,
         id=content_id(text),
-        size=len((text or page.text).encode()) or raw,
+        size=len((text or page.text).encode()) or page.size,
         licence=page.licence or ('' if page.removed else source.licence),
         year=page.year,
         removed=removed,
