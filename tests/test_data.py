@@ -78,7 +78,7 @@ def archives(tmp_path, monkeypatch):
     for name, content in files.items():
         (write_tar if name.endswith('.gz') else write_zip)(folder / name, content)
     for s in list(SOURCES.values()):
-        if s.package:
+        if s.package and (folder / s.file).is_file():
             monkeypatch.setitem(SOURCES, s.name, replace(s, sha256=sha256_file(folder / s.file)))
     monkeypatch.setitem(CORPORA, 'desk-v0', replace(CORPORA['desk-v0'], vocab=300, heldout=0.2))
     monkeypatch.setattr(tokens, 'bundled', lambda *parts: tmp_path / 'no' / 'artifacts')
