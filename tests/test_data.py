@@ -383,10 +383,10 @@ def test_other_rules_are_drift(tmp_path, monkeypatch):
 
 def test_another_digest_than_the_published_one_is_drift(tiny, tmp_path):
     table = tokens.publish(tiny, tmp_path)
-    tokens._published(tiny, table)
+    tokens.check_published(tiny, table)
     changed = replace(tiny, digest='0' * 64)
     with pytest.raises(DriftError, match='tokenizers'):
-        tokens._published(changed, table)
+        tokens.check_published(changed, table)
 
 
 def test_names_and_sizes_are_refused(tmp_path):
@@ -397,8 +397,8 @@ def test_names_and_sizes_are_refused(tmp_path):
             tokens.tiny(tmp_path / str(vocab), vocab=vocab)
     plan = CorpusPlan(name='one', sources=('tiny-code',), vocab=300, heldout=1.0)
     with pytest.raises(UsageError, match='no text to train on'):
-        tokens._install(
-            plan, tmp_path / 'one', lambda: sources.fetch(plan.sources, tmp_path), tokens._Progress('one', False)
+        tokens.install(
+            plan, tmp_path / 'one', lambda: sources.fetch(plan.sources, tmp_path), tokens.Progress('one', False)
         )
 
 
@@ -421,7 +421,9 @@ def test_the_desk_corpus_if_it_is_here():
 @given(st.integers(1, 400), st.integers(1, 64), st.integers(0, 2**32), st.integers(0, 3))
 def test_an_epoch_takes_every_row_once(n, batch, seed, first):
     one, steps = mixture({'all': 1}), range(first * n // batch, -(-(first + 1) * n // batch))
-    epochs, rows = (np.concatenate(x) for x in zip(*(order.order(one, (n,), batch, seed, s)[1:] for s in steps), strict=True))
+    epochs, rows = (
+        np.concatenate(x) for x in zip(*(order.order(one, (n,), batch, seed, s)[1:] for s in steps), strict=True)
+    )
     assert np.array_equal(np.sort(rows[epochs == first]), np.arange(n))
 
 
@@ -504,7 +506,7 @@ def test_described_rows_are_the_rows(tiny):
     for ids, said in zip(batch['tokens'], loader.describe_rows(tiny, 128, 6, 3, 17, characters=10_000), strict=True):
         parts = ''.join(d['text'] for d in said['documents'])
         assert parts == tokenizer.decode([int(t) for t in ids if t])
-    assert 'of epoch' in loader.render_rows(loader.describe_rows(tiny, 128, 2, 3, 17))
+    assert 'epoch 0' in loader.render_rows(loader.describe_rows(tiny, 128, 2, 3, 17))
 
 
 def test_a_source_row_is_frozen():

@@ -94,11 +94,12 @@ def data_verify(args) -> tuple:
 # %% ../../nbs/90_cli.ipynb #106b4478
 SHAPE_KEYS = {
     'identity.corpus.name': str, 'identity.corpus.digest': str, 'identity.recipe.spec.sequence': int,
-    'identity.recipe.batch': int, 'identity.recipe.steps': int,
+    'identity.recipe.batch': int, 'identity.recipe.steps': int, 'identity.seed': int,
 }  # fmt: skip
 
 
 def _of_run(args) -> tuple:
+    from ladderbook.data import mixture
     from ladderbook.files import need
     from ladderbook.record import read_run
 
@@ -111,11 +112,13 @@ def _of_run(args) -> tuple:
     if corpus.digest != who['corpus']['digest']:
         raise IntegrityError(f'corpus {corpus.name} here is {corpus.digest[:12]}, not the one that {folder.name} saw')
     recipe = who['recipe']
-    return folder.name, corpus, recipe['spec']['sequence'], recipe['batch'], who['seed'], recipe['steps']
+    asked = (recipe['spec']['sequence'], recipe['batch'], who['seed'])
+    mixed = mixture.from_dict(who['order']['mixture']) if who.get('order') else None  # none: from before mixtures
+    return folder.name, corpus, asked, recipe['steps'], mixed
 
 
 def _whose(args) -> tuple:
-    """(name, corpus, sequence, batch, seed, steps) of a run's record, or of a rung as it would be replayed."""
+    """(name, corpus, (sequence, batch, seed), steps, mixture) of a run's record, or of a rung as it would be replayed."""
     from ladderbook.recipe import rungs
 
     if args.run is not None:
@@ -126,33 +129,24 @@ def _whose(args) -> tuple:
         raise UsageError(f'rung {one.name} has no rows to show: what it was trained on is not public; name a desk rung')
     seed = here.replay.seed if args.seed is None else args.seed
     corpus = _corpus(args, one.corpus)[2]
-    return one.name, corpus, one.recipe.spec.sequence, one.recipe.batch, seed, one.recipe.steps
+    asked = (one.recipe.spec.sequence, one.recipe.batch, seed)
+    return one.name, corpus, asked, one.recipe.steps, None
 
 
 def data_rows(args) -> tuple:
-    """The rows of one step: digest of the tokens, documents in each row, and the text."""
-    from ladderbook.data import loader, tokens
+    """The rows of one step: digest of the tokens, and the documents in each row with the text that it holds of them."""
+    from ladderbook.data import loader
     from ladderbook.files import sha256_bytes
 
-    name, corpus, sequence, batch, seed, steps = _whose(args)
+    name, corpus, asked, steps, mixture = _whose(args)
     if not 1 <= args.step <= steps:
         raise UsageError(f'step is {args.step}; this run has steps 1 to {steps}')
-    found = loader.rows(corpus, sequence, batch, seed, args.step - 1)
-    reader = tokens.load_tokenizer(corpus.folder / 'tokenizer.json')
-    rows = [
-        {'documents': int(s.max()), 'tokens': int((s > 0).sum()), 'text': reader.decode(t.tolist())}
-        for t, s in zip(found['tokens'], found['segments'], strict=True)
-    ]
+    found = loader.rows(corpus, *asked, args.step - 1, mixture)
+    rows = loader.describe_rows(corpus, *asked, args.step - 1, characters=400, mixture=mixture)
     digest = sha256_bytes(found['tokens'].astype('<i4').tobytes())
-    value = {'corpus': corpus.name, 'seed': seed, 'step': args.step, 'sha256': digest, 'rows': rows}
-    lines = [
-        f'{name}, step {args.step} of seed {seed} on {corpus.name}: {batch} rows of {sequence}, sha256 {digest[:12]}'
-    ]
-    lines += [
-        f'{n:>3}  {r["documents"]} documents or parts of them  {" ".join(r["text"].split())[:90]}'
-        for n, r in enumerate(rows)
-    ]
-    return 0, value, '\n'.join(lines)
+    value = {'corpus': corpus.name, 'seed': asked[2], 'step': args.step, 'sha256': digest, 'rows': rows}
+    head = f'{name}, step {args.step} of seed {asked[2]} on {corpus.name}: {asked[1]} rows of {asked[0]}'
+    return 0, value, f'{head}, sha256 {digest[:12]}\n{loader.render_rows(rows)}'
 
 # %% ../../nbs/90_cli.ipynb #8223c2f6
 def _plan_lines(run) -> list[str]:

@@ -73,12 +73,14 @@ def identity(
     code: str,
     threads: int,
     environ,
+    order=None,
     overrides=None,
     image=None,
 ) -> dict:
     """All that decides a run's result, as plain JSON values.
 
     `recipe`: the recipe's values, with its `generation` and `spec`; `corpus`: `name`, `digest`, `tokenizer_digest`;
+    `order`: kind of permutation and mixture, from which every row of every step follows;
     `notebook`, `code`: name of the rung's notebook and the code digest; `overrides`: notebook parameters that are not
     at their default; `environ`: the environment the run will see, of which what steers jax and XLA is kept.
     """
@@ -88,6 +90,7 @@ def identity(
         'generation': recipe['generation'],
         'recipe': recipe,
         'corpus': {k: corpus[k] for k in ('name', 'digest', 'tokenizer_digest')},
+        'order': order,
         'code': code,
         'notebook': notebook,
         'versions': versions(),

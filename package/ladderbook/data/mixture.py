@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'BLOCK', 'Weights', 'NAMED', 'KEYS', 'counts', 'Phase', 'Mixture', 'mixture', 'proportional', 'uniform',
-           'by_quality', 'capped', 'stand_in', 'epochs', 'to_dict', 'write', 'read', 'identity']
+           'by_quality', 'capped', 'stand_in', 'epochs', 'to_dict', 'write', 'read', 'from_dict', 'identity']
 
 # %% ../../../nbs/data/04b_mixture.ipynb #fa7b1bf3
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from ..errors import IntegrityError, UsageError
-from ..files import digest, read_json, write_json
+from ..files import digest, need, read_json, write_json
 
 SCHEMA = 'ladderbook.mixture'
 BLOCK = 2048
@@ -185,6 +185,12 @@ def read(path: Path) -> Mixture:
     value = read_json(path, SCHEMA, keys=KEYS)
     if not value['phases']:
         raise IntegrityError(f'{path} has no phases; expected at least one')
+    return from_dict(value)
+
+
+def from_dict(value: dict) -> Mixture:
+    """The mixture of a JSON value, as `to_dict` makes it; raises `IntegrityError` for one that is not of that form."""
+    need(value, KEYS, 'a mixture')
     first, *later = value['phases']
     rest = [(p['step'], p['weights']) for p in later]
     return mixture(first['weights'], *rest, block=value['block'], fraction=value['fraction'])

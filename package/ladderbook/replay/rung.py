@@ -45,7 +45,7 @@ from .runners import Ending, Job, Stop, environment, runner, stop_signals
 from ..settings import Settings, bundled
 
 # %% ../../../nbs/replay/01_rung.ipynb #381207e8
-STEADY = ('rung', 'seed', 'folder', 'corpus', 'cache', 'changes', 'threads', 'stop_after')
+STEADY = ('rung', 'seed', 'folder', 'corpus', 'cache', 'changes', 'threads', 'stop_after', 'mixture', 'stands_for')
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +133,20 @@ def corpus_for(name: str, cache: Path, sequence: int):
     return corpus
 
 
-def state_of(folder: Path, described: dict) -> str:
-    """`new`, `resumable` or `finished`: what lies in the run's `folder`. Refuses a folder that is something else."""
+def state_of(folder: Path, described: dict, fresh: bool = False) -> str:
+    """`new`, `resumable` or `finished`: what lies in the run's `folder`. Refuses a folder that is something else, and a
+    damaged record unless it is to be removed (`fresh`: `damaged`)."""
     there = [p for p in folder.iterdir() if p.name != 'run.lock'] if folder.is_dir() else []
     if not there:
         return 'new'
     if not (folder / 'run.json').is_file():
         raise UsageError(f'{folder} is not empty and not a run; move it away')
-    with _or_afresh():
+    with suppress(*[IntegrityError] * fresh), _or_afresh():
         run = read_run(folder)
         if run['identity'] != described:
             raise IntegrityError(f'{folder} holds a run of another identity; its run.json was changed, or moved there')
-    return 'finished' if run['observed']['status'] == 'finished' else 'resumable'
+        return 'finished' if run['observed']['status'] == 'finished' else 'resumable'
+    return 'damaged'
 
 
 @contextmanager
@@ -169,6 +171,8 @@ def prepare(
     """Check everything about replaying rung `name` with `given` parameters (text or values) and describe the run.
 
     `fresh`: what lies in its folder is to be removed, and may be damaged (state `damaged`)."""
+    from ladderbook.data import loader
+
     rung, wanted = rungs.rung(name), settings.replay.runner if runner_name is None else runner_name
     runner(wanted)
     timeout = settings.replay.timeout if timeout is None else timeout
@@ -186,6 +190,7 @@ def prepare(
         seed=values['seed'],
         recipe=rung.recipe.to_dict(),
         corpus={'name': corpus.name, 'digest': corpus.digest, 'tokenizer_digest': corpus.tokenizer_digest},
+        order=loader.order_of(values['mixture'], corpus, rung.recipe, values['stands_for']),
         notebook=notebook.name,
         code=code_digest(notebook),
         threads=values['threads'],
@@ -193,12 +198,7 @@ def prepare(
         environ=environment(dict(os.environ), values['threads'], settings.paths.cache),
     )
     folder = settings.paths.runs / run_name(described)
-    try:
-        state = state_of(folder, described)
-    except IntegrityError:
-        if not fresh:
-            raise
-        state = 'damaged'
+    state = state_of(folder, described, fresh)
     if fresh or state != 'finished':
         require(name, folder, rung.disk, rung.memory)
     return Replay(
@@ -222,7 +222,8 @@ def prepare(
 def defaults(rung, settings: Settings) -> dict:
     """Parameters that the settings and the rung decide when the reader does not."""
     corpus = rung.corpus or settings.data.corpus
-    return {'seed': settings.replay.seed, 'threads': settings.replay.threads, 'corpus': corpus, 'changes': ''}
+    mixed = {'mixture': 'proportional', 'stands_for': 0}
+    return {'seed': settings.replay.seed, 'threads': settings.replay.threads, 'corpus': corpus, 'changes': '', **mixed}
 
 
 def check_values(values: dict) -> None:

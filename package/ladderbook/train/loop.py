@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..data.loader import batches
+from ..data.mixture import Mixture
 from ..data.tokens import Corpus
 from ..errors import IntegrityError, UsageError
 from ..model.experts import capacity
@@ -44,6 +45,7 @@ class Run:
     folder: Path
     seed: int
     evaluate: Evaluate | None
+    mixture: Mixture | None = None
 
     @property
     def log(self) -> Path:
@@ -160,7 +162,7 @@ def steps(run: Run, state: TrainState, until: int) -> Iterator[tuple[int, TrainS
     if first >= until:
         return
     step_fn = run.step_fn
-    feed = iter(batches(run.corpus, recipe.spec.sequence, recipe.batch, run.seed, start=first))
+    feed = batches(run.corpus, recipe.spec.sequence, recipe.batch, run.seed, start=first, mixture=run.mixture)
     for step in range(first + 1, until + 1):
         batch, began = next(feed), time.monotonic()
         state, metrics = step_fn(state, batch)
@@ -186,8 +188,10 @@ def train(
     evaluate_with: Evaluate | None = None,
     stop_after: int = 0,
     execution: Execution = DESK,
+    mixture: Mixture | None = None,
 ) -> Result:
-    """Train `rung` on `corpus` in `folder`, going on from its newest checkpoint; `stop_after` ends it early.
+    """Train `rung` on `corpus` in `folder`, going on from its newest checkpoint; `stop_after` ends it early; `mixture`
+    weighs the buckets (None: by their sizes).
 
     Raises `NumericsError` naming step and tensor, `IntegrityError` for a checkpoint that is not what was saved.
     """
@@ -195,7 +199,7 @@ def train(
         raise UsageError(
             f'{rung.name} has {rung.recipe.spec.vocab} vocabulary entries; {corpus.name} has {corpus.vocab}'
         )
-    run = Run(rung, *compiled(rung.recipe, execution), corpus, folder, seed, evaluate_with)
+    run = Run(rung, *compiled(rung.recipe, execution), corpus, folder, seed, evaluate_with, mixture)
     state = start(run)
     first, recipe = int(state.step), rung.recipe
     until = min(stop_after or recipe.steps, recipe.steps)
