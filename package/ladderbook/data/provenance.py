@@ -8,7 +8,7 @@ __all__ = ['SCHEMA', 'PINS', 'COUNTED', 'KEYS', 'Counts', 'Row', 'total', 'row',
 
 # %% ../../../nbs/data/03_provenance.ipynb #4eef5d09
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from .sources import Source
@@ -33,7 +33,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of one source: its pin, and counts that came in, went to each split, or were removed by reason."""
+    """What became of one source: its pin, and counts that came in, went to each split, were put `aside` as a set that is never
+    trained on and in no domain's loss, or were removed by reason."""
 
     source: str
     domain: str
@@ -48,6 +49,7 @@ class Row:
     heldout: Counts
     removed: dict[str, Counts]
     licences: dict[str, int]
+    aside: dict[str, Counts] = field(default_factory=dict)
 
     @property
     def kept(self) -> Counts:
@@ -87,12 +89,13 @@ def reconcile(rows: Iterable[Row], tokens: dict[str, int]) -> None:
     Raises `IntegrityError` showing the equation that does not hold."""
     rows = list(rows)
     for r in rows:
-        out = r.kept + total(r.removed.values())
+        out = r.kept + total(r.aside.values()) + total(r.removed.values())
         for unit, have in asdict(r.came).items():
             if have != getattr(out, unit):
                 raise IntegrityError(
                     f'source {r.source}: {have} {unit} came in, but train {getattr(r.train, unit)} + held out '
-                    f'{getattr(r.heldout, unit)} + removed {getattr(out, unit) - getattr(r.kept, unit)} '
+                    f'{getattr(r.heldout, unit)} + aside {getattr(total(r.aside.values()), unit)} + removed '
+                    f'{getattr(total(r.removed.values()), unit)} '
                     f'= {getattr(out, unit)}'
                 )
     for name, have in tokens.items():
@@ -116,7 +119,7 @@ def from_dict(value: dict) -> list[Row]:
             **{
                 **r,
                 **{c: Counts(**r[c]) for c in counts},
-                'removed': {reason: Counts(**c) for reason, c in r['removed'].items()},
+                **{k: {name: Counts(**c) for name, c in r.get(k, {}).items()} for k in ('removed', 'aside')},
             }
         )
         for r in value['rows']
@@ -130,7 +133,7 @@ def write(path: Path, corpus: dict, rows: Iterable[Row]) -> None:
     write_json(path, to_dict(corpus, rows), SCHEMA)
 
 
-COUNTED = ('came', 'train', 'heldout', 'removed.*')
+COUNTED = ('came', 'train', 'heldout', 'removed.*', 'aside?.*')
 KEYS = {
     'identity': str, 'digest': str, 'rows': list, 'total.train.tokens': int, 'total.heldout.tokens': int,
     'rows.*.licences.*': int, **{f'rows.*.{name}': str for name in ('source', *PINS)},
@@ -154,7 +157,7 @@ def render(value: dict) -> str:
     head = '| source | version | sha256 | licence | domain | documents | MB | tokens | train | held out | removed |'
     lines = [head, '|---|---|---|---|---|---:|---:|---:|---:|---:|---|']
     for r in rows:
-        gone = ', '.join(f'{c.documents} {reason}' for reason, c in r.removed.items()) or '0'
+        gone = ', '.join(f'{c.documents} {reason}' for reason, c in (r.removed | r.aside).items()) or '0'
         figures = f'{r.came.documents} | {r.came.bytes / 1e6:.2f} | {r.came.tokens}'
         splits = f'{r.train.tokens} | {r.heldout.tokens}'
         pin = f'{r.source} | {r.version or "-"} | {r.sha256[:12]} | {r.licence}'

@@ -199,10 +199,14 @@ class Progress:
             print(f'corpus {self.name}: {line}', file=sys.stderr, flush=True)
 
     def over(self, docs, stage: str) -> Iterator[str]:
-        with tqdm(total=sum(d.size for d in docs), desc=stage, unit='B', unit_scale=True, **self._bar()) as bar:
-            for d in docs:
-                yield d.text
-                bar.update(d.size)
+        return self.of((d.text for d in docs), sum(d.size for d in docs), stage)
+
+    def of(self, texts: Iterable[str], size: int, stage: str) -> Iterator[str]:
+        """`texts` one by one, of `size` bytes in all, on a bar."""
+        with tqdm(total=size, desc=stage, unit='B', unit_scale=True, **self._bar()) as bar:
+            for t in texts:
+                yield t
+                bar.update(len(t.encode()))
 
     def _bar(self) -> dict:
         return {'disable': None if self.on else True, 'leave': False}
