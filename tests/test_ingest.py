@@ -6,7 +6,6 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -188,35 +187,6 @@ def test_unknown_extractor_and_nothing_to_read(tmp_path):
     for name in ('kjv', 'reasoning-gym', 'evals-hitom'):
         with pytest.raises(IntegrityError, match='holds no text for source s'):
             ingest.ingest(source(name, 'a.whl'), tmp_path / 'a.whl')
-
-
-# Caps
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from('ab'), st.integers(0, 50)), max_size=30), st.integers(0, 800), st.randoms())
-def test_caps_keep_the_same_documents_in_any_order(rows, limit, rng):
-    pages = {s: [text.Page(f'{i}', f'{i}' + 'x' * n) for i, (t, n) in enumerate(rows) if t == s] for s in 'ab'}
-    tables = [ingest.rows_of(pages[s], replace(source(), name=s))[0] for s in 'ab']
-    whole = pa.concat_tables(tables)
-    removed = dict(zip(whole['doc'].to_pylist(), ingest.cap(whole, [('a', limit)])['removed'].to_pylist(), strict=True))
-    order = list(range(len(whole)))
-    rng.shuffle(order)
-    mixed = whole.take(pa.array(order, pa.int64()))
-    got = ingest.cap(mixed, [('a', limit)])
-    assert got['doc'] == mixed['doc']
-    assert dict(zip(got['doc'].to_pylist(), got['removed'].to_pylist(), strict=True)) == removed
-    assert not any(removed[d] for d in removed if d.startswith('b/'))
-    sizes = [(r['id'], r['bytes'], removed[r['doc']]) for r in whole.to_pylist() if r['source'] == 'a']
-    total = 0
-    for _, size, why in sorted(sizes):
-        total += size
-        assert bool(why) == (total > limit)
-
-
-def test_a_negative_cap_is_refused():
-    with pytest.raises(UsageError, match='cap of -1 bytes on source a'):
-        ingest.cap(DOCUMENTS.empty_table(), [('a', -1)])
 
 
 # Generators

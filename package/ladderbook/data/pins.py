@@ -115,7 +115,7 @@ PLAN = {
     ),
     'unseen': ('milton',),
     'stages': ('exact', 'near', 'shared', 'decontaminate', 'topics', 'quality'),
-    'caps': (('sympy-code', 6_500_000), ('licences', 4_500_000), ('licence-rules', 3_500_000)),
+    'caps': (('sympy-code', 9_000_000), ('licences', 4_500_000), ('licence-rules', 3_500_000)),
     'disk': 900_000_000,
     'memory': 3_500_000_000,
 }  # fmt: skip
