@@ -72,10 +72,10 @@ def _read(job: tuple[str, Path]) -> tuple[pa.Table, pa.Table]:
     return ingest(SOURCES[name], path)
 
 
-def ingested(wanted: CorpusPlan, files: dict[str, Path], engine=LOCAL) -> tuple[pa.Table, pa.Table]:
+def ingested(wanted: CorpusPlan, files: dict[str, Path]) -> tuple[pa.Table, pa.Table]:
     """Every document of the plan's sources, with `removed` and `stage` ('' where it is alive), and the quarantine."""
     names = (*wanted.unseen, *wanted.sources)
-    parts = engine.each(_read, [(n, files[SOURCES[n].file]) for n in names])
+    parts = Local(len(cpu_set())).each(_read, [(n, files[SOURCES[n].file]) for n in names])
     found, aside = (pa.concat_tables(x) for x in zip(*parts, strict=True))
     return _where(found, pc.if_else(pc.equal(found['removed'], ''), '', 'ingest')), aside
 
@@ -228,7 +228,7 @@ def flow(
     wanted: CorpusPlan, files: dict[str, Path], engine, progress: Progress
 ) -> tuple[pa.Table, dict[str, pa.Table]]:
     """The ledger after all stages (with `split` and `bucket`), and what each stage and the ingest left behind, by name."""
-    found, quarantine = ingested(wanted, files, engine)
+    found, quarantine = ingested(wanted, files)
     progress.say(f'{len(found)} documents, {pc.sum(found["bytes"]).as_py() / 1e6:.1f} MB read')
     left = {'quarantine': quarantine}
     for name in wanted.stages:
@@ -252,7 +252,7 @@ def _sorted_out(found: pa.Table, left: dict[str, pa.Table], wanted: CorpusPlan) 
 
 def make(wanted: CorpusPlan, files: dict[str, Path], folder: Path, progress: Progress) -> None:
     """Fill the empty `folder` with the corpus of the plan `wanted`, from verified `files`."""
-    found, left = flow(wanted, files, Local(workers=len(cpu_set())), progress)
+    found, left = flow(wanted, files, LOCAL, progress)
     train = found.filter(pc.equal(found['split'], 'train'))
     if not len(train):
         raise UsageError(f'corpus {wanted.name} has no text to train on; give it more documents')
