@@ -23,18 +23,17 @@ LINE, PARAGRAPH = 0, 1
 # %% ../../../nbs/data/09_shared.ipynb #1a31ec27
 def _units(texts: pa.Array, least: int) -> dict[str, np.ndarray]:
     data, ends = buffer(texts)
-    starts, lengths = spans(data)
+    starts, lengths = spans(data, ends)
     hashes = hash_words(data, starts, lengths)
-    line_ends = np.flatnonzero(data == 10)
-    last = (data[line_ends + 1] == 10) | (line_ends + 1 == ends[np.searchsorted(ends, line_ends + 1)])
-    found = [_sums(hashes, np.searchsorted(starts, at), least) for at in (line_ends, line_ends[last])]
-    texts_of = [
-        np.searchsorted(ends, at[places], 'right') - 1
-        for at, (places, *_) in zip((line_ends, line_ends[last]), found, strict=True)
-    ]
-    kind = np.repeat([LINE, PARAGRAPH], [len(t) for t in texts_of])
-    keys, count = (np.concatenate([f[i] for f in found]) for i in (1, 2))
-    return {'key': mix(keys + kind.astype(np.uint64)), 'text': np.concatenate(texts_of), 'kind': kind, 'words': count}
+    line_ends = np.union1d(np.flatnonzero(data[: ends[-1]] == 10), ends[1:])
+    paragraph_ends = np.union1d(line_ends[data[line_ends + 1] == 10], ends[1:])
+    found = {
+        kind: _sums(hashes, np.searchsorted(starts, at), least) for kind, at in enumerate((line_ends, paragraph_ends))
+    }
+    text = [np.searchsorted(ends, at[found[k][0]]) - 1 for k, at in enumerate((line_ends, paragraph_ends))]
+    kind = np.repeat([LINE, PARAGRAPH], [len(t) for t in text])
+    keys, count = (np.concatenate([f[i] for f in found.values()]) for i in (1, 2))
+    return {'key': mix(keys + kind.astype(np.uint64)), 'text': np.concatenate(text), 'kind': kind, 'words': count}
 
 
 def _sums(hashes, ends, least) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -42,35 +42,50 @@ def pieces(texts: pa.Array, size: int = PIECE) -> Iterator[pa.Array]:
 
 
 def buffer(texts: pa.Array) -> tuple[UInt8[np.ndarray, ' bytes'], Int[np.ndarray, ' ends']]:
-    """The bytes of `texts`, each with a line end behind it, eight zeros at the end, and where each text begins."""
-    line, nothing = (pa.scalar(s, pa.large_string()) for s in ('\n', ''))
-    joined = pc.binary_join_element_wise(texts.cast(pa.large_string()), line, nothing)
-    ends = np.frombuffer(joined.buffers()[1], np.int64)[joined.offset : joined.offset + len(joined) + 1]
-    data = np.zeros(int(ends[-1] - ends[0]) + 8, np.uint8)
-    data[:-8] = np.frombuffer(joined.buffers()[2], np.uint8)[ends[0] : ends[-1]]
-    return data, ends - ends[0]
+    """The bytes of `texts` one after another, with at least eight more behind them, and where each text begins and ends."""
+    texts = texts if pa.types.is_large_string(texts.type) else texts.cast(pa.large_string())
+    _, ends, data = texts.buffers()
+    ends = (
+        np.frombuffer(ends, np.int64)[texts.offset : texts.offset + len(texts) + 1] if ends else np.zeros(1, np.int64)
+    )
+    data = np.frombuffer(data, np.uint8)[ends[0] :] if data else np.empty(0, np.uint8)
+    ends = ends - ends[0]
+    if len(data) < ends[-1] + 8:
+        data = np.concatenate([data[: ends[-1]], np.zeros(8, np.uint8)])
+    return data[: ends[-1] + 8], ends
 
 
 def word_bytes(data: UInt8[np.ndarray, ' bytes']) -> Bool[np.ndarray, ' bytes']:
-    """Which bytes of UTF-8 belong to words."""
-    inside = (data | np.uint8(32)) - np.uint8(97) < 26
-    inside |= data - np.uint8(48) < 10
-    inside |= data >= 128
+    """Which bytes of UTF-8 belong to words; the last eight, which `buffer` appends, are none of the text."""
+    t = data | np.uint8(32)
+    t -= np.uint8(97)
+    inside = t < 26
+    np.subtract(data, np.uint8(48), out=t)
+    inside |= t < 10
     inside |= data == 95
+    high = data[:-8] >= 128
+    inside[:-8] |= high
+    at = np.flatnonzero(high)
+    leads = data[at]
     for lead, low, high, length in NO_WORD:
-        at = np.flatnonzero(data == lead)
-        at = at[(data[at + 1] >= low) & (data[at + 1] <= high)]
-        inside[(at[:, None] + np.arange(length)).ravel()] = False
+        here = at[leads == lead]
+        here = here[(data[here + 1] >= low) & (data[here + 1] <= high)]
+        inside[(here[:, None] + np.arange(length)).ravel()] = False
     return inside
 
 # %% ../../../nbs/data/07b_shingles.ipynb #d44cb158
-def spans(data: UInt8[np.ndarray, ' bytes']) -> tuple[Int[np.ndarray, ' W'], Int[np.ndarray, ' W']]:
-    """Where the words of `data` begin, and their lengths in bytes."""
+def spans(data: UInt8[np.ndarray, ' bytes'], ends: Int[np.ndarray, ' ends']) -> tuple[np.ndarray, np.ndarray]:
+    """Where the words begin in `data`, as `buffer` gives it with `ends`, and their lengths in bytes."""
     inside = word_bytes(data)
+    inside[ends[-1] :] = False
     edge = np.empty(len(inside), bool)
     edge[0] = inside[0]
     np.not_equal(inside[1:], inside[:-1], out=edge[1:])
     at = np.flatnonzero(edge)
+    seams = ends[1:-1][np.diff(ends)[:-1] > 0]
+    seams = seams[inside[seams - 1] & inside[seams]]
+    if len(seams):
+        at = np.insert(at, np.searchsorted(at, np.repeat(seams, 2)), np.repeat(seams, 2))
     return np.ascontiguousarray(at[::2]), at[1::2] - at[::2]
 
 
@@ -116,7 +131,7 @@ def hash_words(data, starts, lengths) -> UInt64[np.ndarray, ' W']:
 def words(texts: pa.Array) -> Hashes:
     """Hashes of the words of `texts` (Arrow strings), in their order."""
     data, ends = buffer(texts)
-    starts, lengths = spans(data)
+    starts, lengths = spans(data, ends)
     return Hashes(hash_words(data, starts, lengths), np.searchsorted(starts, ends))
 
 # %% ../../../nbs/data/07b_shingles.ipynb #bafc88b3
@@ -143,7 +158,7 @@ def grams(found: Hashes, n: int) -> Hashes:
     keep = np.ones(m, bool)
     ends = found.offsets[1:][count > 0][:-1]
     keep[(ends[:, None] - np.arange(1, n)).ravel()] = False  # these begin in one text and end in the next
-    return Hashes(mix(g[keep]), np.concatenate([[0], np.cumsum(np.maximum(count - n + 1, 0))]))
+    return Hashes(g[keep], np.concatenate([[0], np.cumsum(np.maximum(count - n + 1, 0))]))
 
 # %% ../../../nbs/data/07b_shingles.ipynb #abf18dfa
 @cache
