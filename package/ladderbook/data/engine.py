@@ -151,14 +151,17 @@ def write_table(path: Path, table: pa.Table, schema: str, version: int = 1) -> N
 def read_table(path: Path, schema: str, columns=None, version: int = 1) -> pa.Table:
     """The table at `path`, or some of its columns; raises `IntegrityError` when it is damaged, of another schema or newer."""
     try:
-        table = parquet.read_table(path, columns=columns)
-    except (OSError, pa.ArrowException) as e:
+        with parquet.ParquetFile(path) as file:
+            said = {k.decode(): v.decode() for k, v in (file.schema_arrow.metadata or {}).items()}
+            missing = sorted(set(columns or ()) - set(file.schema_arrow.names))
+            right = said.get('schema') == schema
+            table = file.read(columns=columns) if right and not missing else None
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as e:
         raise IntegrityError(f'{path} cannot be read as Parquet ({type(e).__name__}); make it again') from None
-    said = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-    if said.get('schema') != schema:
+    if not right:
         raise IntegrityError(f'{path} is a table of {said.get("schema")!r}, expected {schema}')
     if not said.get('version', '').isdecimal() or int(said['version']) > version:
         raise IntegrityError(f'{path} has version {said.get("version")!r} of {schema}; this book reads up to {version}')
-    if missing := sorted(set(columns or ()) - set(table.column_names)):
+    if missing:
         raise IntegrityError(f'{path} lacks the column {missing[0]}')
     return table
