@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from ladderbook.data import catalogue
 from ladderbook.data.engine import write_table
 from ladderbook.data.provenance import Counts, total
