@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LAYERS = ('ground', 'recipe', 'data', 'parallel', 'model', 'train', 'science', 'serve', 'replay', 'track', 'cli')
-ROOF = ('cli', 'console', 'serving')
+ROOF = ('cli', 'console', 'corpora', 'serving')
 LARGEST = 5_000_000
 EXPORTED_LINES, FUNCTION_LINES = 400, 60
 FORBIDDEN = {
