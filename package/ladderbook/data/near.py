@@ -9,6 +9,7 @@ __all__ = ['REASON', 'DESK', 'PUBLISHED', 'PLACES', 'PLACE', 'STEPS', 'BATCH', '
 # %% ../../../nbs/data/08_near.ipynb #b53a73fc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -60,7 +61,8 @@ def _sign(shingles: Hashes, preset: Preset) -> np.ndarray:
     some = shingles.offsets[1:] > shingles.offsets[:-1]
     offsets = np.concatenate([[0], shingles.offsets[1:][some]]).astype(np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(shingles.hashes, offsets, preset.permutations, preset.seed)
-    return np.array(matrix.to_rows(), np.uint32).reshape(-1, preset.permutations)
+    values = chain.from_iterable(matrix.to_rows())
+    return np.fromiter(values, np.uint32, matrix.len() * preset.permutations).reshape(-1, preset.permutations)
 
 
 def _signed(texts: pa.Array, preset: Preset) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -78,13 +80,14 @@ def _ends(counts) -> Int[np.ndarray, ' ends']:
 
 
 def signatures(documents: pa.Table, preset: Preset) -> pa.Table:
-    """Columns `row`, `signature` (P numbers of 32 bits) and `words` (their hashes, cut to 32 bits) of every document that
+    """Columns `row`, `signature` (P numbers of 32 bits) and `words` (their hashes, four bytes each) of every document that
     has a word. Columns in: row, text. For `map`."""
     texts = pc.utf8_slice_codeunits(documents['text'], 0, preset.limit) if preset.limit else documents['text']
     parts = [_signed(p, preset) for p in pieces(texts.combine_chunks())]
     parts = parts or [(np.empty(0, bool), *(np.empty(0, np.uint32) for _ in range(3)))]
     some, signed, hashes, counts = (np.concatenate([p[i] for p in parts]) for i in range(4))
-    each = pa.LargeListArray.from_arrays(pa.array(_ends(counts)), pa.array(hashes))
+    buffers = [None, pa.py_buffer(_ends(4 * counts)), pa.py_buffer(hashes)]
+    each = pa.Array.from_buffers(pa.large_binary(), len(counts), buffers)
     row, each = (x if some.all() else x.filter(pa.array(some)) for x in (documents['row'], each))
     signature = pa.FixedSizeListArray.from_arrays(pa.array(signed.ravel()), preset.permutations)
     return pa.table({'row': row, 'signature': signature, 'words': each})
@@ -136,7 +139,7 @@ def components(pairs: pa.Table, n: int) -> Int[np.ndarray, ' n']:
 PLACES = 20
 PLACE = np.uint64((1 << PLACES) - 1)
 STEPS = np.floor((4 / 3) ** np.arange(150))  # lengths in bytes between two of these count as equal
-BATCH = 1 << 18  # words at a time
+BATCH = 1 << 16  # words at a time
 
 
 def verify(groups: pa.Table, preset: Preset) -> pa.Table:
@@ -152,7 +155,7 @@ def verify(groups: pa.Table, preset: Preset) -> pa.Table:
 def _batches(groups: pa.Table) -> Iterator[pa.Table]:
     # Whole components, as few as have BATCH words.
     cuts = np.append(np.flatnonzero(_heads(groups['cluster'].to_numpy()))[1:], len(groups)) if len(groups) else ()
-    sizes = _ends(pc.list_value_length(groups['words']).to_numpy())
+    sizes = _ends(pc.binary_length(groups['words']).to_numpy() // 4)
     begin = 0
     for cut in cuts:
         if sizes[cut] - sizes[begin] >= BATCH or cut == len(groups):
@@ -182,7 +185,9 @@ def _verify(groups: pa.Table, preset: Preset) -> pa.Table:
 
 def _runs(each, place_of, cluster, order, n) -> np.ndarray:
     # Distinct runs of n words, each with the place of its document in the low bits, sorted.
-    found = grams(Hashes(each.flatten().to_numpy(), _ends(pc.list_value_length(each).to_numpy())), n)
+    ends = np.frombuffer(each.buffers()[1], np.int64)[each.offset : each.offset + len(each) + 1] // 4
+    hashes = np.frombuffer(each.buffers()[2], np.uint32)[ends[0] : ends[-1]]
+    found = grams(Hashes(hashes, ends - ends[0]), n)
     salt = np.empty(len(order), np.uint64)
     salt[order] = mix(cluster.astype(np.uint64))
     keys = found.hashes & ~PLACE
@@ -196,7 +201,7 @@ def _rounds(keys, cluster, least) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     size = np.bincount(place, minlength=n)
     of, containment, jaccard = np.full(n, -1), np.full(n, np.nan), np.full(n, np.nan)
     left = np.arange(n)
-    while len(left):
+    while True:
         first = _heads(cluster[left])
         lead = np.repeat(left[first], np.diff(np.append(np.flatnonzero(first), len(left))))[~first]
         kept, left = left[first], left[~first]
@@ -209,6 +214,8 @@ def _rounds(keys, cluster, least) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         gone = part >= least
         of[left[gone]] = lead[gone]
         left = left[~gone]
+        if not len(left):
+            break
         stays = np.zeros(n, bool)
         stays[left] = True
         stays = stays[place]

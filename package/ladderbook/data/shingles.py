@@ -115,16 +115,17 @@ def hash_words(data, starts, lengths) -> UInt64[np.ndarray, ' W']:
     h *= FIRST
     h ^= h >> np.uint64(32)
     more = np.flatnonzero(lengths > 8)
+    starts, lengths, g = starts[more], lengths[more], h[more]
     for k in range(8, LONG, 8):
         if not len(more):
             return h
-        g = _part(view, starts[more] + k, lengths[more] - k)
-        g ^= h[more]
+        g ^= _part(view, starts + k, lengths - k)
         g *= FIRST
         g ^= g >> np.uint64(32)
         h[more] = g
-        more = more[lengths[more] > k + 8]
-    h[more] ^= lengths[more].astype(np.uint64) * SECOND
+        left = np.flatnonzero(lengths > k + 8)
+        more, starts, lengths, g = more[left], starts[left], lengths[left], g[left]
+    h[more] ^= lengths.astype(np.uint64) * SECOND
     return h
 
 
