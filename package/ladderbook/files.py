@@ -104,12 +104,12 @@ def read_json(path: Path, schema: str, version: int = 1, keys: dict | None = Non
         value = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
         raise UsageError(f'{path} does not exist') from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise IntegrityError(f'{path} is not JSON: {e}') from None
     found = (value.get('schema'), value.get('version')) if isinstance(value, dict) else (None, None)
     if found[0] != schema:
         raise IntegrityError(f'{path} holds schema {found[0]!r}; expected {schema!r}')
-    if found[1] not in (version, version - 1):
+    if type(found[1]) is not int or found[1] not in (version, version - 1):
         raise IntegrityError(f'{path} is {schema} version {found[1]!r}; this ladderbook reads up to {version}')
     return need(value, keys or {}, path)
 

@@ -79,9 +79,13 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def _size(n: int) -> str:
+    return f'{n / GB:.1f} GB' if n >= GB else f'{n / 1e6:.1f} MB'
+
+
 def require(what: str, folder: Path, disk: int = 0, memory: int = 0) -> None:
     """Refuse with `ResourceError` when `folder` has less than `disk` bytes free or less than `memory` bytes are left."""
     if (free := free_disk(folder)) < disk:
-        raise ResourceError(f'{what} needs {disk / GB:.1f} GB of disk at {folder}; {free / GB:.1f} GB are free')
+        raise ResourceError(f'{what} needs {_size(disk)} of disk at {folder}; {_size(free)} are free')
     if (left := available_memory()) < memory:
-        raise ResourceError(f'{what} needs {memory / GB:.1f} GB of memory; {left / GB:.1f} GB are available')
+        raise ResourceError(f'{what} needs {_size(memory)} of memory; {_size(left)} are available')
