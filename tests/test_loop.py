@@ -207,3 +207,11 @@ def test_a_router_bias_that_is_not_a_number_stops_the_run(text, tmp_path, monkey
     monkeypatch.setattr(loop, 'steps', spoiled)
     with pytest.raises(NumericsError, match='step 3: the router bias is not finite'):
         loop.train(MICRO, text, tmp_path / 'run')
+
+
+@pytest.mark.parametrize('line', ['{"loss": 1.0}', '7', '{"step": "1"}'])
+def test_a_log_line_without_a_step_is_refused_by_its_number(tmp_path, line):
+    path = tmp_path / 'events.jsonl'
+    path.write_text('{"step": 1}\n' + line + '\n')
+    with pytest.raises(IntegrityError, match='line 2 (has no step|is no event)'):
+        events.cut(path, 1)

@@ -267,3 +267,8 @@ def test_the_model_table_and_the_plan_list_the_same_arrays(name):
         table = [(p, x.shape, 4, x.group) for p, x in lm.table(one).items()]
         assert table == [tuple(x) for x in plan.leaves(one)]
         assert {x.dtype for x in lm.table(one).values()} == {'float32'}
+
+
+def test_layers_without_end_are_refused_before_they_are_counted():
+    with pytest.raises(UsageError, match='layers is 10000000000000; expected at most 10000'):
+        rules.august(1024, 1e9, layers=10**13)

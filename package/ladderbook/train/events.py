@@ -47,12 +47,18 @@ def read(path: Path) -> list[dict]:
             events.append(json.loads(line))
         except ValueError:
             raise IntegrityError(f'{path} line {i + 1} is not JSON: {line[:60]!r}') from None
+        if not isinstance(events[-1], dict):
+            raise IntegrityError(f'{path} line {i + 1} is no event: {line[:60]!r}')
     return events
 
 
 def cut(path: Path, step: int) -> None:
     """Keep the events of `path` up to and including `step`, atomically."""
-    kept = [e for e in read(path) if e['step'] <= step and 'fault' not in e]
+    events = read(path)
+    for i, e in enumerate(events, 1):
+        if type(e.get('step')) is not int:
+            raise IntegrityError(f'{path} line {i} has no step: {str(e)[:60]}')
+    kept = [e for e in events if e['step'] <= step and 'fault' not in e]
     write_bytes(path, ''.join(canonical(e) + '\n' for e in kept).encode())
 
 # %% ../../../nbs/train/05_events.ipynb #56fa52be
