@@ -322,3 +322,13 @@ def test_a_full_disk_and_a_pull_at_work(pushed, tmp_path, monkeypatch):
     monkeypatch.setattr('ladderbook.machine.free_disk', lambda folder: 1000)
     with pytest.raises(ResourceError, match='needs .* of disk'):
         hub.pull(REPO, out=tmp_path / 'out')
+
+
+def test_a_pull_that_failed_leaves_no_folder_and_no_lock(pushed, tmp_path):
+    there = sorted(tmp_path.rglob('*'))
+    with pytest.raises(UsageError, match='404'):
+        hub.pull('org/absent', out=tmp_path / 'new' / 'deep' / 'out')
+    with pytest.raises(UsageError, match='404'):
+        hub.pull('org/absent', out=tmp_path / 'out')
+    assert not (tmp_path / 'new').exists() and not list(tmp_path.glob('.out*'))
+    assert sorted(tmp_path.rglob('*')) == there

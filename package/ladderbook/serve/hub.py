@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -311,6 +311,20 @@ def _fetch(api, repo: str, commit: str, partial: Path, out: Path, progress) -> d
     return manifest
 
 
+@contextmanager
+def _place(out: Path) -> Iterator[None]:
+    "Hold the lock of `out`; afterwards neither the lock nor an empty folder made for it is left."
+    mark, new = out.parent / f'.{out.name}.lock', [p for p in (out.parent, *out.parent.parents) if not p.exists()]
+    with lock(mark, f'the pull into {out}'):
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty: it holds what was pulled
+                for p in new:
+                    p.rmdir()
+
+
 def pull(
     repo: str,
     revision: str = 'main',
@@ -327,7 +341,7 @@ def pull(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f'{out} is there already; name another folder, or remove it')
     partial = out.parent / f'.{out.name}.pull'
-    with lock(out.parent / f'.{out.name}.lock', f'the pull into {out}'), _asking(repo, token):
+    with _place(out), _asking(repo, token):
         api = _client(token)
         commit = api.repo_info(repo, revision=revision).sha
         try:
@@ -343,5 +357,4 @@ def pull(
         if out.exists():
             out.rmdir()
         os.replace(partial, out)
-    (out.parent / f'.{out.name}.lock').unlink(missing_ok=True)
     return Pulled(out, repo, commit, manifest['digest'], step)
