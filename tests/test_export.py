@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -15,10 +16,10 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ladderbook import record
+from ladderbook import record, serving
 from ladderbook.data.tokens import load_tokenizer
-from ladderbook.errors import IntegrityError, LockedError, UsageError
-from ladderbook.files import lock, write_json
+from ladderbook.errors import IntegrityError, LockedError, ResourceError, UsageError
+from ladderbook.files import digest, lock, read_json, write_json
 from ladderbook.recipe import rungs
 from ladderbook.recipe.spec import HERO, parameters
 from ladderbook.serve import card, export, folder, layout
@@ -399,3 +400,105 @@ def test_the_heros_export_is_planned_to_the_last_parameter():
     assert sum(s.bytes - len(s.header) for s in shards) == 4 * 535_477_106_688
     assert len(shards) == 49 and len(found) == 8 + 48 * 1177
     assert export.memory_needed(HERO) == 3 * 4 * 384 * 3072 * 3072  # one of a layer's three expert arrays, three times
+
+
+# --- a manifest that a stranger wrote -----------------------------------------------------------------------------------
+
+
+def resigned(change):
+    "The manifest changed, its digest made again where that can be done."
+
+    def plant(target):
+        value = json.loads((target / folder.MANIFEST).read_text())
+        change(value)
+        try:
+            value['digest'] = digest(value['request'])
+        except (ValueError, TypeError, KeyError):
+            pass
+        (target / folder.MANIFEST).write_text(json.dumps(value))
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    'change, words',
+    [
+        (lambda m: m.update(files=[{'sha256': '', 'size': 1}]), 'files is .* expected dict'),
+        (lambda m: m.update(tensors=['a']), 'tensors is .* expected dict'),
+        (lambda m: m.update(request=['a']), 'request is .* expected dict'),
+        (lambda m: m['tokenizer'].update(ids={'a': 1}), 'ids is .* expected list'),
+        (lambda m: m['request'].update(seed=float('nan')), 'holds what no export writes'),
+        (lambda m: m['request'].update(run='\ud800'), 'holds what no export writes'),
+        (lambda m: m['request'].update(run='--trust-remote-code'), 'its run is .* expected letters'),
+        (lambda m: m['request'].pop('run'), 'lacks the key request.run'),
+        (lambda m: m['request'].pop('step'), 'lacks the key request.step'),
+        (lambda m: m['request'].update(parameters=1), 'states 1 parameters'),
+        (lambda m: m['request']['texts'].update({'README.md': '0' * 64}), 'names another README.md'),
+        (lambda m: m['files']['README.md'].update(size=1), 'README.md is not the file'),
+        (lambda m: m['tokenizer'].update(ids=[1]), 'does not cut its sample text'),
+        (lambda m: m.update(version=True), 'version True'),
+        (lambda m: m.update(version=1.0), r'version 1\.0'),
+    ],
+)
+def test_a_manifest_that_was_forged_is_refused_by_its_key(made, tmp_path, change, words):
+    target = tmp_path / 'export'
+    shutil.copytree(made[2].folder, target)
+    resigned(change)(target)
+    with pytest.raises(IntegrityError, match=words):
+        folder.verify(target)
+
+
+def test_hidden_files_and_odd_headers_and_configs_are_refused(made, tmp_path):
+    target = tmp_path / 'export'
+    shutil.copytree(made[2].folder, target)
+    (target / '.evil.py').write_text('')
+    with pytest.raises(IntegrityError, match='evil.py does not belong'):
+        folder.verify(target)
+    (target / '.evil.py').unlink()
+    config = json.loads((target / 'config.json').read_text())
+    for seen, words in ({'dtype': ['float32']}, 'dtype is'), ({'ladderbook_schema': 1.0}, 'ladderbook_schema 1.0'):
+        with pytest.raises(IntegrityError, match=words):
+            layout.spec_of(config | seen)
+    text = json.dumps({'a': {'dtype': 'F32', 'shape': [1], 'data_offsets': {'0': 0, '1': 4}}}).encode()
+    (tmp_path / 'odd').write_bytes(len(text).to_bytes(8, 'little') + text + bytes(4))
+    with pytest.raises(IntegrityError, match='data_offsets is .* expected list'):
+        folder.header(tmp_path / 'odd')
+
+
+def test_json_nested_without_end_and_versions_that_are_no_numbers(tmp_path):
+    path = tmp_path / 'a.json'
+    path.write_text('[' * 200_000)
+    with pytest.raises(IntegrityError, match='is not JSON'):
+        read_json(path, 's')
+    for version in 'true', '1.0':
+        path.write_text('{"schema": "s", "version": ' + version + '}')
+        with pytest.raises(IntegrityError, match='version'):
+            read_json(path, 's')
+
+
+def test_a_full_disk_leaves_the_old_export(made, tmp_path, monkeypatch):
+    run, cache, one = made
+    target = tmp_path / 'export'
+    shutil.copytree(one.folder, target)
+    monkeypatch.setattr(export.machine, 'available_memory', lambda: 1000)
+    with pytest.raises(ResourceError, match=r'needs \d+\.\d MB of memory; 0\.0 MB'):
+        export.export(run, target, fresh=True, cache=cache)
+    assert same(target, one.folder)
+
+
+def test_an_unfinished_run_with_an_export_is_not_served(copy, tmp_path):
+    target, cache = copy
+    export.export(target, cache=cache)
+    about = json.loads((target / 'run.json').read_text())
+    about['observed']['status'] = 'stopped'
+    (target / 'run.json').write_text(json.dumps(about))
+    with pytest.raises(UsageError, match='is stopped, not finished'):
+        serving.exported(target)
+
+
+def test_half_an_export_is_called_one(tmp_path):
+    (tmp_path / folder.PARTIAL).write_text('{}')
+    with pytest.raises(UsageError, match='it was interrupted'):
+        serving._folder_to_serve(SimpleNamespace(run=str(tmp_path), dtype=None))
+    with pytest.raises(UsageError, match='is not an export'):
+        serving._folder_to_serve(SimpleNamespace(run=str(tmp_path / 'absent'), dtype=None))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ladderbook import settings
 from ladderbook.data.tokens import open_corpus
-from ladderbook.errors import NumericsError, ResourceError, UsageError
+from ladderbook.errors import IntegrityError, NumericsError, ResourceError, UsageError
 from ladderbook.recipe.spec import ModelSpec
 from ladderbook.serve import agreement, export, golden, parity
 from ladderbook.serve.trace import EDGES, Prompts, prompts, trained
@@ -185,7 +185,7 @@ def test_golden_answers_are_of_this_export(exported, model, asked, run, tmp_path
     other = tmp_path / 'other'
     shutil.copytree(exported, other)
     (other / 'golden.json').write_text(json.dumps(value | {'export': '0' * 64}))
-    with pytest.raises(UsageError, match='of another export'):
+    with pytest.raises(IntegrityError, match='of another export'):
         golden.ask(other, 'http://127.0.0.1:9', 'm', 'float32')
     for cases in ([], value['cases'][:1], [{**c, 'next': c['next'][:1]} for c in value['cases']]):
         (other / 'golden.json').write_text(json.dumps(value | {'cases': cases}))

@@ -25,6 +25,7 @@ def exported(run: Path, dtype: str = 'float32') -> Path:
     "The verified export of `run`, made if it is not there."
     from ladderbook.serve import export, folder
 
+    export.finished(run)
     out = export.default_folder(run, dtype)
     if not (out / folder.MANIFEST).is_file():
         say(f'export of {run.name} into {out}')
@@ -72,7 +73,12 @@ def _folder_to_serve(args) -> tuple[Path, Path | None]:
     if (given / folder.MANIFEST).is_file() or (given / 'config.json').is_file():
         folder.verify(given)
         return given, None
-    run = run_folder(args.run)
+    try:
+        run = run_folder(args.run)
+    except UsageError:
+        if len(args.run) <= 200 and (given.is_dir() or len(given.parts) > 1):
+            folder.read_manifest(given)  # says what is amiss with it
+        raise
     return exported(run, args.dtype or 'float32'), run
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import ladderbook
 from .. import machine, record
 from ..data.tokens import open_corpus
-from ..errors import NumericsError, UsageError
+from ..errors import IntegrityError, NumericsError, UsageError
 from ..files import read_json, sha256_file, write_json
 from ..model import lm
 from .folder import GOLDEN, read_manifest
@@ -76,6 +76,11 @@ def ensure(run: Path, folder: Path, settings: Settings, say: Callable[[str], Non
 # %% ../../../nbs/serve/08b_golden.ipynb #9846044d
 KEYS = {
     'export': str,
+    'cases': list,
+    'cases.*.tokens': list,
+    'cases.*.next': list,
+    'cases.*.best': list,
+    'cases.*.logprobs': list,
     'cases.*.tokens.*': int,
     'cases.*.next.*': int,
     'cases.*.best.*': int,
@@ -119,13 +124,14 @@ def check(case: dict, after: list[int], first: dict[int, float], dtype: str, num
 def ask(folder: Path, url: str, model: str, dtype: str, key: str = '') -> int:
     """Ask the server at `url` the golden cases of the export in `folder`; returns how many came.
 
-    Raises `UsageError` where there is no golden file or it is another export's, `NumericsError` for a wrong answer.
+    Raises `UsageError` where there is no golden file, `IntegrityError` where it is another export's, `NumericsError` for
+    a wrong answer.
     """
     if not (folder / GOLDEN).is_file():
         raise UsageError(f'{folder} has no {GOLDEN}; make it with `ladderbook parity RUN`, or pass --no-check')
     value = read_json(folder / GOLDEN, SCHEMA, keys=KEYS)
     if value['export'] != read_manifest(folder)['digest']:
-        raise UsageError(f'{folder / GOLDEN} is of another export; make it again with `ladderbook parity RUN`')
+        raise IntegrityError(f'{folder / GOLDEN} is of another export; make it again with `ladderbook parity RUN`')
     sizes = [[len(case[k]) for k in ('next', 'best', 'logprobs')] for case in value['cases']]
     if sizes != [[AHEAD, BEST, BEST]] * 2 or not all(case['tokens'] for case in value['cases']):
         raise NumericsError(

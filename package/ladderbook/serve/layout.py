@@ -258,7 +258,7 @@ def _refuse(value: dict) -> None:
     if value.get('model_type') != MODEL_TYPE:
         raise IntegrityError(f'config.json: model_type is {value.get("model_type")!r}; expected {MODEL_TYPE!r}')
     found = value.get('ladderbook_schema')
-    if found != SCHEMA or isinstance(found, bool):
+    if type(found) is not int or found != SCHEMA:
         raise IntegrityError(
             f'config.json has ladderbook_schema {found!r}; this ladderbook reads {SCHEMA}, a newer one may read it'
         )
@@ -277,7 +277,7 @@ def spec_of(value: dict) -> ModelSpec:
     """The sizes that a `config.json` states; `IntegrityError` names the key that is missing, foreign or wrong."""
     _refuse(value)
     schedule, width = value['layer_schedule'], value['hidden_size']
-    if value['dtype'] not in DTYPES:
+    if not isinstance(value['dtype'], str) or value['dtype'] not in DTYPES:
         raise IntegrityError(f'config.json: dtype is {value["dtype"]!r}; expected {" or ".join(DTYPES)}')
     if not isinstance(schedule, list) or len(schedule) != value['num_hidden_layers']:
         raise IntegrityError(f'config.json: layer_schedule is {schedule}; expected {value["num_hidden_layers"]} words')
@@ -288,5 +288,5 @@ def spec_of(value: dict) -> ModelSpec:
             sconv_sites=tuple(value['sconv_sites']),
             init_scale=round(value['initializer_range'] * math.sqrt(width), 12),
         )
-    except (UsageError, TypeError, ValueError) as e:
+    except (UsageError, TypeError, ValueError, OverflowError) as e:
         raise IntegrityError(f'config.json: {e}') from None
