@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['DJANGO', 'PINNED', 'CUTS', 'TINY', 'MORE', 'SOURCES', 'CORPORA', 'MEMBER_LIMIT', 'TOTAL_LIMIT', 'COUNT_LIMIT',
-           'BROKEN', 'Source', 'CorpusPlan', 'plan', 'verify', 'files', 'requirements', 'rounds', 'fetch', 'members']
+           'BROKEN', 'Source', 'CorpusPlan', 'plan', 'verify', 'files', 'requirements', 'rounds', 'fetch',
+           'fetch_pinned', 'members']
 
 # %% ../../../nbs/data/01_sources.ipynb #ba231c64
 import io
@@ -16,7 +17,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -254,7 +255,12 @@ def fetch(names, folder: Path, source_dir: Path | None = None) -> dict[str, Path
 
     With `source_dir` the files are taken from there, in place and without a network. Otherwise `folder` keeps them:
     what is there is verified, the rest is downloaded. Raises `IntegrityError` (wrong bytes) or `ResourceError`."""
-    wanted = files(names)
+    return fetch_pinned(files(names).values(), folder, source_dir)
+
+
+def fetch_pinned(pinned: Iterable[Source], folder: Path, source_dir: Path | None = None) -> dict[str, Path]:
+    """`fetch` for sources that are in no table: verified files of `pinned`, file name to path."""
+    wanted = {s.file: s for s in pinned}
     if source_dir is not None:
         return {name: verify(source_dir / name, s) for name, s in wanted.items()}
     beside = bundled('tests', 'data', 'tiny')
