@@ -472,6 +472,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'ladderbook/data/shingles.py'),
                                           'ladderbook.data.shingles.mix': ('data/shingles.html#mix', 'ladderbook/data/shingles.py'),
                                           'ladderbook.data.shingles.pieces': ('data/shingles.html#pieces', 'ladderbook/data/shingles.py'),
+                                          'ladderbook.data.shingles.runs': ('data/shingles.html#runs', 'ladderbook/data/shingles.py'),
                                           'ladderbook.data.shingles.spans': ('data/shingles.html#spans', 'ladderbook/data/shingles.py'),
                                           'ladderbook.data.shingles.word_bytes': ( 'data/shingles.html#word_bytes',
                                                                                    'ladderbook/data/shingles.py'),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PIECE', 'LONG', 'NO_WORD', 'FIRST', 'SECOND', 'MASKS', 'HIGH', 'Hashes', 'pieces', 'buffer', 'word_bytes', 'spans',
-           'mix', 'hash_words', 'words', 'grams', 'characters']
+           'runs', 'mix', 'hash_words', 'words', 'grams', 'characters']
 
 # %% ../../../nbs/data/07b_shingles.ipynb #09a4f568
 from collections.abc import Iterator
@@ -76,7 +76,13 @@ def word_bytes(data: UInt8[np.ndarray, ' bytes']) -> Bool[np.ndarray, ' bytes']:
 # %% ../../../nbs/data/07b_shingles.ipynb #d44cb158
 def spans(data: UInt8[np.ndarray, ' bytes'], ends: Int[np.ndarray, ' ends']) -> tuple[np.ndarray, np.ndarray]:
     """Where the words begin in `data`, as `buffer` gives it with `ends`, and their lengths in bytes."""
-    inside = word_bytes(data)
+    return runs(word_bytes(data), ends)
+
+
+def runs(
+    inside: Bool[np.ndarray, ' bytes'], ends: Int[np.ndarray, ' ends']
+) -> tuple[Int[np.ndarray, ' W'], Int[np.ndarray, ' W']]:
+    """Begin and length of the runs of bytes that are `inside`, none of which crosses an end of a text."""
     inside[ends[-1] :] = False
     edge = np.empty(len(inside), bool)
     edge[0] = inside[0]
@@ -97,21 +103,22 @@ def mix(h: UInt64[np.ndarray, '*shape']) -> UInt64[np.ndarray, '*shape']:
     return h
 
 
-def _part(view, at, left):
-    # Up to eight bytes of a word from `at` on, ASCII made lower-case (bit 5 of every byte below 128).
+def _part(view, at, left, fold):
+    # Up to eight bytes of a word from `at` on, ASCII made lower-case if `fold` (bit 5 of every byte below 128).
     g = view[at]
-    low = ~g
-    low &= HIGH
-    low >>= np.uint64(2)
-    g |= low
+    if fold:
+        low = ~g
+        low &= HIGH
+        low >>= np.uint64(2)
+        g |= low
     g &= MASKS.take(left, mode='clip')
     return g
 
 
-def hash_words(data, starts, lengths) -> UInt64[np.ndarray, ' W']:
-    """Hashes of the words of `data` at `starts`, of `lengths` bytes."""
+def hash_words(data, starts, lengths, fold: bool = True) -> UInt64[np.ndarray, ' W']:
+    """Hashes of the words of `data` at `starts`, of `lengths` bytes; capitals of ASCII are no difference if `fold`."""
     view = np.ndarray((len(data) - 7,), '<u8', data, 0, (1,))
-    h = _part(view, starts, lengths)
+    h = _part(view, starts, lengths, fold)
     h *= FIRST
     h ^= h >> np.uint64(32)
     more = np.flatnonzero(lengths > 8)
@@ -119,7 +126,7 @@ def hash_words(data, starts, lengths) -> UInt64[np.ndarray, ' W']:
     for k in range(8, LONG, 8):
         if not len(more):
             return h
-        g ^= _part(view, starts + k, lengths - k)
+        g ^= _part(view, starts + k, lengths - k, fold)
         g *= FIRST
         g ^= g >> np.uint64(32)
         h[more] = g
