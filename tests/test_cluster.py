@@ -40,8 +40,7 @@ def cluster():
 def documents():
     """Sixty texts of two sources with exact copies, near copies, and shared lines among them."""
     rng = np.random.default_rng(0)
-    lines = lambda n: [' '.join(rng.choice(WORDS, 9)) for _ in range(n)]
-    texts = ['\n'.join(lines(30)) for _ in range(36)]
+    texts = ['\n'.join(' '.join(rng.choice(WORDS, 9)) for _ in range(30)) for _ in range(36)]
     texts += texts[:8] + [t.replace('the', 'a', 2) for t in texts[8:16]]
     texts += ['\n'.join(f'* {x}' for x in t.split('\n')[::-1][:20]) for t in texts[16:24]]
     ids = [f'{i:04d}' if texts.index(t) == i else f'{texts.index(t):04d}' for i, t in enumerate(texts)]
