@@ -23,9 +23,7 @@ from jaxtyping import Float
 from ..errors import ResourceError, UsageError
 
 LARGEST = 64_000_000  # bytes of one answer
-DEAD = (
-    3  # failures in a row before the first success, or ten times as many later, mean that there is no use in going on
-)
+DEAD = 3  # failures in a row before the first success (later ten times as many) that mean that there is nobody
 
 
 class Answer(NamedTuple):
@@ -36,12 +34,16 @@ class Answer(NamedTuple):
     fault: str
 
 # %% ../../../nbs/data/12b_endpoint.ipynb #9cc75eb2
-class _Refuse(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args):
-        return None
+def _opener() -> urllib.request.OpenerDirector:
+    # The usual handlers but one: a redirect is a fault, because the key would travel with it.
+    opener = urllib.request.OpenerDirector()
+    for name in ('Proxy', 'HTTP', 'HTTPS', 'HTTPDefaultError', 'Unknown'):
+        opener.add_handler(getattr(urllib.request, f'{name}Handler')())
+    opener.add_handler(urllib.request.HTTPErrorProcessor())
+    return opener
 
 
-_OPENER = urllib.request.build_opener(_Refuse)
+_OPENER = _opener()
 
 
 @dataclass(slots=True)
