@@ -48,8 +48,14 @@ def named(name: str, corpus: Corpus, sequence: int, budget: int = 0, stands_for:
     if name not in mixtures.NAMED:
         raise unknown('mixture', name, (*mixtures.NAMED, 'a file of weights (.json)'))
     tokens = {b: n for b, n in has.items() if n}
-    make = {'proportional': mixtures.proportional, 'uniform': mixtures.uniform, 'quality': mixtures.by_quality}[name]
+    make = {'proportional': mixtures.proportional, 'uniform': mixtures.uniform, 'quality': _by_quality}[name]
     return mixtures.mixture(make(tokens), fraction=mixtures.stand_in(budget, stands_for or None))
+
+
+def _by_quality(tokens: dict[str, int]) -> dict[str, float]:
+    from ladderbook.data.quality import WEIGHTS
+
+    return mixtures.by_quality(tokens, WEIGHTS)
 
 
 def _fits(m: Mixture, has: dict[str, int], name: str, corpus: Corpus) -> Mixture:
