@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float64, Int64
 from scipy.stats import spearmanr
-from sklearn.isotonic import IsotonicRegression
+from sklearn.isotonic import IsotonicRegression, isotonic_regression
 
 from . import topics as topics_
 from .endpoint import Client
 from .engine import LOCAL
 from .features import NAMES, form
-from .rubric import DAMAGE, LEVELS, MODALITIES, QUARTERS, RUBRIC, damage, detect, label
+from .rubric import COSTS, DAMAGE, LEVELS, MODALITIES, QUARTERS, RUBRIC, damage, detect, label
 from .shingles import pieces
 from .topics import Topics
 from ..errors import IntegrityError, UsageError
@@ -74,18 +74,29 @@ def raw(kind: Kind, features: dict[str, np.ndarray]) -> Int64[np.ndarray, ' n']:
     return kind.base + sum(_points(kind, features).values())
 
 
-def _edges(features) -> dict[str, tuple[float, ...]]:
+def _ways(name: str, modality: str) -> list[tuple[float | int, bool]]:
+    return [(good, good < bad) for n, good, bad, _ in COSTS[modality] if n == name]
+
+
+def _edges(features, modality: str) -> dict[str, tuple[float, ...]]:
     cuts = {}
     for n in NAMES:
-        values = np.sort(features[n])
-        found = {float(values[len(values) * q // BINS]) for q in range(1, BINS)} - {float(values[0])}
+        values, ways = np.sort(features[n]), _ways(n, modality)
+        if len(ways) == 1:  # as far as the rubric calls it good, all is one part
+            good, more = ways[0]
+            beyond = values > good if more else values < good
+            values = np.sort(np.append(values[beyond], good))
+        found = {float(values[len(values) * q // BINS]) for q in range(BINS)} | (
+            {float(good)} if len(ways) == 1 else set()
+        )
+        found -= {float(values[0])} if len(ways) != 1 or not ways[0][1] else set()
         if found:
             cuts[n] = tuple(sorted(found))
     return cuts
 
 
-def _fit(edges, features, labels) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Base and points by ridge regression of labels (quarters) on the parts of the features."""
+def _fit(edges, features, labels, modality: str) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Base and points by ridge regression of labels (quarters) on the parts of the features, levelled where they go the wrong way."""
     parts, sizes = _parts(edges, features), {n: len(e) + 1 for n, e in edges.items()}
     x = np.concatenate([np.eye(sizes[n], dtype=np.int64)[parts[n]] for n in edges], axis=1)
     y = len(labels) * labels - labels.sum()  # centred, still whole
@@ -94,18 +105,27 @@ def _fit(edges, features, labels) -> tuple[int, dict[str, tuple[int, ...]]]:
     points = np.rint(solved * (POINTS / QUARTERS / len(labels))).astype(int)
     cut = np.cumsum([0, *sizes.values()])
     base = int(np.rint(POINTS / QUARTERS * labels.sum() / len(labels)))
-    return base, {n: tuple(points[cut[i] : cut[i + 1]].tolist()) for i, n in enumerate(edges)}
+    many = {n: np.bincount(parts[n], minlength=sizes[n]) for n in edges}
+    return base, {n: _levelled(points[cut[i] : cut[i + 1]], many[n], n, modality) for i, n in enumerate(edges)}
+
+
+def _levelled(points, many, name: str, modality: str) -> tuple[int, ...]:
+    # What the rubric calls a fault may cost nothing, but must not pay: long texts have a little of everything.
+    ways = _ways(name, modality)
+    if len(ways) == 1:
+        points = np.rint(isotonic_regression(points, sample_weight=np.maximum(many, 1), increasing=not ways[0][1]))
+    return tuple(int(p) for p in points)
 
 # %% ../../../nbs/data/13_quality.ipynb #26c78a1e
-def kind_of(features, labels, fold) -> Kind:
+def kind_of(features, labels, fold, modality: str) -> Kind:
     """The table of one modality from features, labels (quarters) and the half (0 or 1) that each text is in."""
-    edges, crossed = _edges(features), np.zeros(len(labels), np.int64)
+    edges, crossed = _edges(features, modality), np.zeros(len(labels), np.int64)
     for half in (0, 1):
         there = {n: v[fold != half] for n, v in features.items()}
-        base, points = _fit(edges, there, labels[fold != half])
+        base, points = _fit(edges, there, labels[fold != half], modality)
         here = {n: v[fold == half] for n, v in features.items()}
         crossed[fold == half] = raw(Kind(edges, points, base, (), ()), here)
-    base, points = _fit(edges, features, labels)
+    base, points = _fit(edges, features, labels, modality)
     knots = np.unique(np.quantile(crossed, np.arange(33) / 32, method='lower'))
     curve = IsotonicRegression(out_of_bounds='clip').fit(crossed, labels / (QUARTERS * (LEVELS - 1)))
     levels = np.round(curve.predict(knots), 6)
@@ -159,7 +179,7 @@ def fit(
         given = {d: round(QUARTERS * v) for d, v in pairs if v is not None}
     for m, mine in _by_kind(documents, modality or {}):
         features, y, fold, _ = examples(mine, m, size, given, seed)
-        found[m] = kind_of(features, y, fold)
+        found[m] = kind_of(features, y, fold, m)
     if not found:
         raise UsageError(
             f'{len(documents)} documents, fewer than {LEAST} of each kind; give more text to fit quality on'
