@@ -181,7 +181,7 @@ def batches(
 def _documents(corpus: Corpus) -> tuple[list[dict], np.ndarray]:
     """The training documents in stream order, and the position where each begins [documents + 1]."""
     columns = ('source', 'path', 'id', 'tokens', 'split', 'removed', 'bucket')
-    table = document_table(corpus, *(columns if len(corpus.buckets) > 1 else columns[:-1]))
+    table = document_table(corpus.folder, *(columns if len(corpus.buckets) > 1 else columns[:-1]))
     found = (dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True))
     kept = [d for d in found if d['split'] == 'train' and not d['removed']]
     if len(corpus.buckets) > 1:

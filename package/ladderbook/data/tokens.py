@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from . import provenance, text
+from .engine import read_table
 from .sources import SOURCES, CorpusPlan, fetch, plan
 from ..errors import DriftError, IntegrityError, ResourceError, UsageError
 from ..files import digest, lock, read_json, sha256_file, write_json
@@ -166,13 +167,11 @@ def open_corpus(folder: Path) -> Corpus:
     )
 
 
-def document_table(corpus: Corpus, *columns: str) -> dict[str, list]:
-    """The named columns of every document that was found, removed ones too, in stream order."""
-    if (corpus.folder / 'documents.parquet').is_file():
-        from pyarrow import parquet
-
-        return parquet.read_table(corpus.folder / 'documents.parquet', columns=list(columns)).to_pydict()
-    stated = read_json(corpus.folder / 'documents.json', 'ladderbook.documents', keys=dict.fromkeys(columns, list))
+def document_table(folder: Path, *columns: str) -> dict[str, list]:
+    """The named columns of every document that was found for the corpus in `folder`, removed ones too, in stream order."""
+    if (folder / 'documents.parquet').is_file():
+        return read_table(folder / 'documents.parquet', 'ladderbook.documents', columns=list(columns)).to_pydict()
+    stated = read_json(folder / 'documents.json', 'ladderbook.documents', keys=dict.fromkeys(columns, list))
     return {c: stated[c] for c in columns}
 
 # %% ../../../nbs/data/04_tokens.ipynb #934f49dc

@@ -63,7 +63,7 @@ def _desk(width: int) -> Rung:
     spec, _ = rules.shape(width, **sizes)
     recipe = august(width, round(TOKENS_PER_ACTIVE * active(spec)), **sizes, batch=DESK_STEP[width] // spec.sequence)
     return Rung(
-        name=f'desk-{width}', ladder='desk', recipe=recipe, corpus='desk-v0', evaluations=10, disk=GB, memory=2 * GB,
+        name=f'desk-{width}', ladder='desk', recipe=recipe, corpus='desk-v1', evaluations=10, disk=GB, memory=2 * GB,
         minutes=DESK_MINUTES[width], note='real text on two CPU cores',
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def _micro() -> Rung:
         'window': 64,
     }
     return Rung(
-        name='desk-micro', ladder='desk', recipe=august(64, 40 * 1024, **sizes, batch=8), corpus='desk-v0',
+        name='desk-micro', ladder='desk', recipe=august(64, 40 * 1024, **sizes, batch=8), corpus='desk-v1',
         evaluations=2, disk=GB, memory=2 * GB, minutes=0.3, note='for tests; part of no fit',
     )  # fmt: skip
 

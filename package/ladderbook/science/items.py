@@ -21,7 +21,7 @@ import numpy as np
 from ..data import benchmarks
 from ..data.benchmarks import BENCHMARKS, benchmark
 from ..data.text import normalise
-from ..data.tokens import Corpus, load_tokenizer
+from ..data.tokens import Corpus, document_table, load_tokenizer
 from ..errors import UsageError, unknown
 from ..files import digest, read_json, sha256_bytes, sha256_file, write_bytes, write_json
 
@@ -45,8 +45,7 @@ def heldout_texts(corpus: Corpus) -> dict[str, list[str]]:
 # %% ../../../nbs/science/01a_items.ipynb #b1fe9379
 def dated_in_training(corpus: Corpus, cutoff: int = CUTOFF) -> list[str]:
     """Paths of documents of year `cutoff` or later that `corpus` trains on."""
-    table = read_json(corpus.folder / 'documents.json', 'ladderbook.documents')
-    rows = zip(table['path'], table['year'], table['split'], table['removed'], strict=True)
+    rows = zip(*document_table(corpus.folder, 'path', 'year', 'split', 'removed').values(), strict=True)
     return [path for path, year, split, removed in rows if (year or 0) >= cutoff and split == 'train' and not removed]
 
 

@@ -8,13 +8,14 @@ __all__ = ['FREE', 'NAMED', 'SHARE_ALIKE', 'SAMPLE', 'NOT_SEARCHED', 'Licence', 
 
 # %% ../../../nbs/serve/01b_card.ipynb #355e05d4
 import json
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..data import provenance
-from ..data.tokens import END, load_tokenizer
+from ..data.tokens import END, document_table, load_tokenizer
 from ..errors import IntegrityError
 from ..recipe.spec import ModelSpec, parameters
 from .layout import END_ID
@@ -37,8 +38,8 @@ class Licence:
 
 
 def weights_licence(licences: Iterable[str]) -> Licence:
-    """The licence of weights trained on texts under `licences` (SPDX identifiers)."""
-    found = sorted(set(licences))
+    """The licence of weights trained on texts under `licences` (SPDX identifiers, or several with AND between them)."""
+    found = sorted({part for x in licences for part in re.split(' AND ', x)})
     if strange := [x for x in found if x not in (*FREE, *NAMED, *SHARE_ALIKE)]:
         return Licence(None, f'{", ".join(strange)} among the sources: not reviewed, so no licence is claimed')
     shared = [x for x in found if x in SHARE_ALIKE]
@@ -55,8 +56,7 @@ def weights_licence(licences: Iterable[str]) -> Licence:
 # %% ../../../nbs/serve/01b_card.ipynb #0865b7d5
 def _documents(corpus: Path, source: str) -> list[str]:
     "A line for each kept document of a source whose documents have licences of their own."
-    d = json.loads((corpus / 'documents.json').read_text(encoding='utf-8'))
-    found = zip(d['source'], d['path'], d['licence'], d['split'], d['removed'], strict=True)
+    found = zip(*document_table(corpus, 'source', 'path', 'licence', 'split', 'removed').values(), strict=True)
     return sorted(
         f'- `{path}`: {licence} ({split})' for s, path, licence, split, out in found if s == source and not out
     )
