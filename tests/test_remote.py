@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,7 +12,6 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import duckdb
@@ -25,6 +25,7 @@ from ladderbook.data.folder import Columns
 from ladderbook.data.sources import SOURCES, Source
 from ladderbook.errors import IntegrityError, LockedError, ResourceError, UsageError
 from ladderbook.files import lock
+from ladderbook.settings import bundled
 from pyarrow import parquet
 
 REPO, COMMIT = 'some-lab/texts', 'c0ffee' * 6 + '1234'
@@ -173,6 +174,25 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b'\x1f\x8b\x08\x00PAR1 no more than a beginning')
     with pytest.raises(IntegrityError, match=f'{name} cannot be read to its end'):
         folder.read_folder(here(tmp_path), tmp_path)
+
+
+def test_a_file_damaged_in_its_middle_is_refused_by_name(tmp_path):
+    rng = random.Random(0)
+    texts = [''.join(rng.choices('abcdefgh ', k=200)) for _ in range(3_000)]
+    parquet.write_table(pa.table({'text': texts}), tmp_path / 'a.parquet', row_group_size=1_000, compression='zstd')
+    data = bytearray((tmp_path / 'a.parquet').read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 5_000] = bytes(5_000)
+    (tmp_path / 'a.parquet').write_bytes(data)
+    pieces = folder.stream(here(tmp_path), tmp_path)
+    assert len(next(pieces)[0]) == 1_000
+    with pytest.raises(IntegrityError, match='a.parquet cannot be read to its end'):
+        next(pieces)
+
+
+def test_any_source_is_read(tmp_path):
+    cut = bundled('tests', 'data', 'tiny') / 'speeches.txt'
+    ours, theirs = (f(SOURCES['tiny-speeches'], cut) for f in (remote.read, ingest.ingest))
+    assert ours[0].equals(theirs[0]) and len(ours[0])
 
 
 def test_a_folder_that_is_none_or_lacks_the_column(tmp_path):
@@ -591,4 +611,3 @@ def test_answers_are_added_and_never_overwritten(tmp_path):
     (tmp_path / 'probe.json').write_text(json.dumps({'schema': probe.SCHEMA, 'version': 1, 'asked': [{'source': 's'}]}))
     with pytest.raises(IntegrityError, match='lacks the key asked'):
         probe.record(tmp_path / 'probe.json', [first])
-    assert Path(tmp_path / 'probe.json').is_file()

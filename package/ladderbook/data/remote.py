@@ -19,7 +19,7 @@ import pyarrow as pa
 from .. import machine
 from .engine import read_table, write_table
 from .folder import Columns, check_folder, cut, kind, name_of, read_folder, spdx, whole
-from .ingest import Names, rows_of
+from .ingest import Names, ingest, rows_of
 from .sources import Source
 from ..errors import IntegrityError, LadderbookError, ResourceError, UsageError
 from ..files import lock, read_json, sha256_file, write_json
@@ -348,12 +348,14 @@ def check(source: Source, folder: Path) -> Path:
     return folder
 
 
-def read(source: Source, folder: Path) -> tuple[pa.Table, pa.Table]:
-    """(documents, quarantine) of a source that is a folder or a streamed split, as `ingest.ingest` gives those of an archive.
+def read(source: Source, path: Path) -> tuple[pa.Table, pa.Table]:
+    """(documents, quarantine) of any source: the archive, the folder or the streamed split at `path`; see `ingest.ingest`.
 
-    Raises `IntegrityError` when `folder` does not hold what `source` names."""
+    Raises `IntegrityError` when a folder does not hold what `source` names."""
+    if not source.extractor.startswith('rows?'):
+        return ingest(source, path)
     if not source.file.startswith('hf://'):
-        return read_folder(source, folder)
-    found = state(check(source, folder))
+        return read_folder(source, path)
+    found = state(check(source, path))
     pieces = [(i, n) for i, f in enumerate(found['files']) for n in range(len(f['parts']) // 2)]
-    return whole(_kept(_part(folder, i, n), Names()) for i, n in pieces)
+    return whole(_kept(_part(path, i, n), Names()) for i, n in pieces)
