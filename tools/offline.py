@@ -36,14 +36,15 @@ def sources(folder, names):
     """The verified source files of the corpora called `names`, and the packages of the benchmarks that are asked of a model or that a corpus is
     searched for; files that lie beside the book are copied."""
     from ladderbook.data.benchmarks import BENCHMARKS, SEARCHED, TEST, packages
-    from ladderbook.data.sources import fetch, plan
+    from ladderbook.data.sources import fetch, fetch_pinned, plan
 
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         print(f'sources of corpus {name}, benchmarks ...', flush=True)
         cleaned = 'decontaminate' in plan(name).stages
         tests = packages(n for n in SEARCHED if cleaned or BENCHMARKS[n].role == TEST)
-        for file, path in fetch((*plan(name).unseen, *plan(name).sources, *tests), folder).items():
+        found = fetch((*plan(name).unseen, *plan(name).sources), folder) | fetch_pinned(tests, folder)
+        for file, path in found.items():
             if path != folder / file:
                 shutil.copy2(path, folder / file)
 
