@@ -139,6 +139,8 @@ def _within(answer, seconds: float) -> bytes:
             raise OSError('too large')
         if time.monotonic() > until:
             raise TimeoutError
+    if answer.length:
+        raise http.client.IncompleteRead(b'', answer.length)
     return b''.join(parts)
 
 # %% ../../../nbs/data/12b_endpoint.ipynb #acb536d5
