@@ -31,6 +31,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'ladderbook.corpora.add': ('corpora.html#add', 'ladderbook/corpora.py'),
                                     'ladderbook.corpora.build': ('corpora.html#build', 'ladderbook/corpora.py'),
                                     'ladderbook.corpora.place': ('corpora.html#place', 'ladderbook/corpora.py'),
+                                    'ladderbook.corpora.probe': ('corpora.html#probe', 'ladderbook/corpora.py'),
                                     'ladderbook.corpora.report': ('corpora.html#report', 'ladderbook/corpora.py'),
                                     'ladderbook.corpora.rows': ('corpora.html#rows', 'ladderbook/corpora.py'),
                                     'ladderbook.corpora.verify': ('corpora.html#verify', 'ladderbook/corpora.py')},
