@@ -152,7 +152,10 @@ def examples(documents: pa.Table, modality: str, size: int, given: dict[str, int
         for i, n in enumerate(names):
             own[part * len(texts) + i] = given.get(n, own[part * len(texts) + i])
     top = own[len(texts) : 2 * len(texts)]
-    labels = np.where(severity > 0, np.minimum(np.tile(top, 4), QUARTERS * (LEVELS - 1 - severity)), own)
+    most = np.minimum(
+        np.tile(top, 4), QUARTERS * (LEVELS - 1 - severity)
+    )  # a damaged text: no more than severity and original allow
+    labels = np.where(severity > 0, np.minimum(own, most), own)
     return features, labels, np.tile(fold, 4), severity
 
 

@@ -47,15 +47,15 @@ WORDS = (
 )  # fmt: skip
 COSTS = {
     'prose': (
-        *COMMON, *WORDS, ('words', 200, 10, 2.0), ('repeated_runs', 0.05, 0.6, 2.5), ('distinct_words', 0.72, 0.35, 2.0),
-        ('ended_lines', 0.75, 0.05, 1.5), ('short_lines', 0.3, 0.9, 1.5), ('single_letters', 0.03, 0.15, 2.0),
+        *COMMON, *WORDS, ('words', 150, 10, 2.0), ('repeated_runs', 0.05, 0.6, 2.5), ('distinct_words', 0.72, 0.35, 2.0),
+        ('ended_lines', 0.5, 0.02, 1.5), ('short_lines', 0.3, 0.9, 1.5), ('single_letters', 0.03, 0.15, 2.0),
         ('marks_inside', 0.08, 0.25, 2.5), ('symbols', 0.1, 0.35, 2.0), ('digits', 0.06, 0.3, 1.0), ('letters', 0.65, 0.35, 1.5),
         ('capitals', 0.2, 0.8, 1.5), ('word_length', 7.0, 14.0, 1.0), ('tags', 0.002, 0.02, 1.5), ('cut', 0.0, 1.0, 0.5),
     ),
     'code': (
         *COMMON, ('words', 150, 10, 1.5), ('unclosed_code', 0.002, 0.15, 3.5), ('jumps', 0.02, 0.25, 3.0),
         ('repeated_runs', 0.05, 0.7, 2.5), ('commented', 0.4, 0.0, 1.0), ('commented', 0.9, 1.0, 1.0),
-        ('line_words', 12.0, 40.0, 2.0), ('distinct_words', 0.62, 0.3, 2.0), ('mixed_words', 0.1, 0.4, 1.5),
+        ('line_words', 12.0, 40.0, 2.0), ('distinct_words', 0.62, 0.3, 2.0), ('mixed_words', 0.06, 0.2, 2.0),
         ('vowelless', 0.06, 0.3, 1.5), ('symbols', 0.12, 0.4, 2.0), ('spaces', 0.15, 0.05, 1.0),
     ),
     'structured': (
@@ -186,9 +186,9 @@ MARKS = {
     'maths': re.compile(
         r'\$.+\$|\\\w+\{|[\d)]\s*[-+*/^=]\s*[\d(a-z]\b.*=|\b\d+\s*[-+*/]\s*\d+|=\s*-?\d|^(Question|Answer|Solution):'
     ),
-    'dialogue': re.compile(r'^[A-Z][\w .\'-]{0,20}: \S.*|^[-–—] ?[A-Z].*[.!?]$'),
+    'dialogue': re.compile(r'^[A-Z][\w .\'-]{0,20}: .*[.!?"…]$|^[-–—] ?[A-Z].*[.!?"…]$'),
 }
-NEEDED = {'code': 0.4, 'structured': 0.5, 'maths': 0.34, 'dialogue': 0.5}
+NEEDED = {'code': 0.4, 'structured': 0.5, 'maths': 0.34, 'dialogue': 0.45}
 
 
 def detect(text: str) -> str:
