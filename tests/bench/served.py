@@ -60,13 +60,13 @@ def build(given):
 
 
 def engine(given):
-    """vLLM in this process; greedy, the whole batch at once."""
+    """vLLM in this process, compiled; greedy, the whole batch at once."""
     from pathlib import Path
 
     os.environ.update({'OMP_NUM_THREADS': '2'})
     from ladderbook.serve import engine as engines
 
-    llm = engines.engine(Path(given.folder), dtype='float32')
+    llm = engines.engine(Path(given.folder), compiled=True, dtype='float32')
     from vllm import SamplingParams
 
     vocab = llm.llm_engine.model_config.get_vocab_size()
