@@ -22,9 +22,9 @@ def chapters():
 
 
 def resolve(name):
-    "`recipe/01_spec`, with or without `nbs/` and `.ipynb`, as (notebook, text file)."
+    "`recipe/01_spec` or `retros/NAME`, with or without `nbs/` and `.ipynb`, as (notebook, text file)."
     stem = name.removeprefix('nbs/').removesuffix('.ipynb').removesuffix('.py')
-    return NBS / f'{stem}.ipynb', TEXT / f'{stem}.py'
+    return (ROOT if stem.startswith('retros/') else NBS) / f'{stem}.ipynb', TEXT / f'{stem}.py'
 
 
 def run(*args):
@@ -95,7 +95,8 @@ def fold(name, execute=True):
         run(BIN / 'ruff', 'check', '--quiet', '--fix', nb)
         run(BIN / 'ruff', 'format', '--quiet', nb)
         export()
-        say_unused(nb)
+        if nb.is_relative_to(NBS):  # a retrospective compiles to nothing
+            say_unused(nb)
     if execute:
         run(sys.executable, ROOT / 'tools' / 'check_notebook.py', nb, '--save')
         run(BIN / 'nbdev-clean', '--fname', nb)
