@@ -7,6 +7,9 @@ __all__ = ['LadderbookLayer', 'LadderbookPreTrainedModel', 'real_tokens', 'Ladde
            'LadderbookConfig', 'GatedNorm', 'RMSNorm', 'exclude_self', 'plain_norm', 'rotate', 'turns']
 
 # %% ../../../nbs/serve/03_hf.ipynb #bb01ea4c
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -28,12 +31,14 @@ from ladderbook.serve.layers import (
     Router,
     ShortConv,
     exclude_self,
+    near,
     plain_norm,
     ready_cache,
     rotate,
     short_conv,
     turns,
     visible,
+    whole,
 )
 
 _all_ = ['LadderbookConfig', 'GatedNorm', 'RMSNorm', 'exclude_self', 'plain_norm', 'rotate', 'turns']  # for engines
@@ -55,8 +60,8 @@ class LadderbookLayer(nn.Module):
         self.shared_experts = nn.ModuleList(Expert(D, inner) for _ in range(config.num_shared_experts))
         self.sconv_mlp = short_conv(config, 'mlp', D, layer)
 
-    def forward(self, x: Float[Tensor, 'B S D'], real, turn, sees, past: Cache | None) -> Float[Tensor, 'B S D']:
-        y = self.self_attn(self.attn_gated_norm(self.input_layernorm(x)), real, turn, sees, past)
+    def forward(self, x: Float[Tensor, 'B S D'], real, turn, attend, past: Cache | None) -> Float[Tensor, 'B S D']:
+        y = self.self_attn(self.attn_gated_norm(self.input_layernorm(x)), real, turn, attend, past)
         x = x + (y if self.sconv_attn is None else self.sconv_attn(y, real, past))
         m = self.mlp_gated_norm(self.post_attention_layernorm(x)).flatten(0, 1)
         y = self.mlp(m)
@@ -115,16 +120,19 @@ class LadderbookModel(LadderbookPreTrainedModel):
         self.post_init()
 
     def sight(
-        self, real: Bool[Tensor, 'B T'], queries: int, past: Cache | None, dtype
-    ) -> dict[bool, Float[Tensor, 'B 1 q t']]:
-        """What the last `queries` tokens see of the keys that are kept, in global layers (True) and in local ones: 0 for a
-        key that is seen and -inf for one that is not, as the attention of torch adds it."""
+        self, real: Bool[Tensor, 'B T'], queries: int, past: Cache | None, dtype, padded: bool
+    ) -> dict[bool, Callable]:
+        """How the last `queries` tokens attend to the keys that are kept, in global layers (True) and in local ones. Unless
+        the text is whole and without padding, by a table: 0 for a key that is seen and -inf for one that is not."""
+        if past is None and not padded:
+            return {True: whole, False: partial(near, window=self.config.local_window)}
         found = {}
         for i in range(self.config.num_hidden_layers):
-            if (whole := self.config.is_global(i)) not in found:
+            if (is_global := self.config.is_global(i)) not in found:
                 keys = queries if past is None else past.get_mask_sizes(queries, i)[0]
-                seen = visible(real, queries, keys, None if whole else self.config.local_window)
-                found[whole] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+                seen = visible(real, queries, keys, None if is_global else self.config.local_window)
+                table = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+                found[is_global] = partial(whole, sees=table)
         return found
 
     @can_return_tuple
@@ -150,11 +158,11 @@ class LadderbookModel(LadderbookPreTrainedModel):
             )
         x = self.embed_gated_norm(self.embed_norm(self.embed_tokens(input_ids)))
         streams, now = [x], real[:, -S:]
-        if bool(real.all()):  # without padding all rows turn and see alike
+        if not (padded := not bool(real.all())):  # without padding all rows turn and see alike
             now, real, positions = None, real[:1], positions[:1]
-        turn, sees = turns(positions[:, -S:], c), self.sight(real, S, past, x.dtype)
+        turn, attend = turns(positions[:, -S:], c), self.sight(real, S, past, x.dtype, padded)
         for i, layer in enumerate(self.layers):
-            x = layer(x, now, turn, sees[c.is_global(i)], past)
+            x = layer(x, now, turn, attend[c.is_global(i)], past)
             streams.append(x)
         wanted = c.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(

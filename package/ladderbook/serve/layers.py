@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LadderbookConfig', 'plain_norm', 'RMSNorm', 'GatedNorm', 'ShortConv', 'short_conv', 'layers_of_cache', 'ready_cache',
-           'visible', 'turns', 'rotate', 'exclude_self', 'Attention', 'largest', 'Router', 'Expert', 'LatentExperts']
+           'visible', 'whole', 'near', 'turns', 'rotate', 'exclude_self', 'Attention', 'largest', 'Router', 'Expert',
+           'LatentExperts']
 
 # %% ../../../nbs/serve/02b_layers.ipynb #1eaf87c2
 from typing import no_type_check
@@ -144,11 +145,11 @@ class ShortConv(nn.Module):
             x = x * real[..., None].to(x.dtype)
         if past is not None and J > 1:
             x = past.update_conv_state(x.mT, self.layer, self.site, conv_kernel_size=J - 1).mT
-        x = F.pad(x, (0, 0, max(0, S + J - 1 - x.shape[1]), 0))[:, -(S + J - 1) :]
-        taps = self.weight[:C, 0]
-        y = x[:, J - 1 :] * taps[:, J - 1]
-        for lag in range(1, J):
-            y = torch.addcmul(y, x[:, J - 1 - lag : J - 1 - lag + S], taps[:, J - 1 - lag])
+        taps, before = self.weight[:C, 0], x.shape[1] - S  # inputs that are remembered; fewer at the start of a text
+        y = x[:, before:] * taps[:, J - 1]
+        for lag in range(1, min(J, x.shape[1])):
+            first = max(0, lag - before)  # the first new token with an input `lag` back
+            y[:, first:].addcmul_(x[:, before + first - lag : x.shape[1] - lag], taps[:, J - 1 - lag])
         return y
 
 
@@ -192,6 +193,24 @@ def visible(real: Bool[Tensor, 'B T'], queries: int, keys: int, window: int | No
     return ((near & real[:, None, -keys:]) | (back == 0))[:, None]
 
 
+def whole(q, k, v, scale: float, sees: Float[Tensor, '... q t'] | None = None) -> Float[Tensor, 'B H q h']:
+    """Attention of q [B H q h] to k and v [B K t h]; `sees` is added, 0 or -inf, and None stands for all tokens before."""
+    return F.scaled_dot_product_attention(q, k, v, sees, is_causal=sees is None, scale=scale, enable_gqa=True)
+
+
+def near(q, k, v, scale: float, window: int) -> Float[Tensor, 'B H S h']:
+    """`whole` of a text without padding in which each token sees itself and the `window - 1` before it; by blocks of
+    tokens with the keys that they can reach, so that the work grows with S * window."""
+    S, size = q.shape[2], max(16, window // 2)
+    back = window - 1 + torch.arange(size, device=q.device)[:, None] - torch.arange(size + window - 1, device=q.device)
+    band, found = q.new_zeros(back.shape).masked_fill((back < 0) | (back >= window), -torch.inf), []
+    for start in range(0, S, size):
+        stop, first = min(S, start + size), max(0, start - window + 1)
+        sees = band[: stop - start, first - start + window - 1 : stop - start + window - 1]
+        found.append(whole(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], scale, sees))
+    return torch.cat(found, 2)
+
+
 def turns(
     positions: Int[Tensor, 'B S'], config: LadderbookConfig
 ) -> tuple[Float[Tensor, 'B 1 S r'], Float[Tensor, 'B 1 S r']]:
@@ -206,8 +225,11 @@ def rotate(x: Float[Tensor, 'B H S h'], cos, sin, pairing: str) -> Float[Tensor,
     """Turn the first `2r` channels of each head in pairs, (2i, 2i+1) if 'interleaved', else (i, i+r); in float32."""
     r, wide = cos.shape[-1], x.float()
     turned, rest = wide[..., : 2 * r], wide[..., 2 * r :]
+    if pairing == 'interleaved' and not torch.compiler.is_compiling():  # a turn of neighbours is a complex product
+        pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
+        return torch.cat((torch.view_as_real(pairs).flatten(-2), rest), -1).to(x.dtype)
     a, b = (turned[..., ::2], turned[..., 1::2]) if pairing == 'interleaved' else (turned[..., :r], turned[..., r:])
-    both = a * cos - b * sin, b * cos + a * sin
+    both = a * cos - b * sin, b * cos + a * sin  # the same, as compilers have it
     turned = torch.stack(both, -1).flatten(-2) if pairing == 'interleaved' else torch.cat(both, -1)
     return torch.cat((turned, rest), -1).to(x.dtype)
 
@@ -234,7 +256,7 @@ class Attention(nn.Module):
         self.attn_gate = nn.Linear(D, config.num_attention_heads, bias=False)
         self.sconv_k = short_conv(config, 'key', Kh, layer)
 
-    def forward(self, x: Float[Tensor, 'B S D'], real, turn, sees, past: Cache | None) -> Float[Tensor, 'B S D']:
+    def forward(self, x: Float[Tensor, 'B S D'], real, turn, attend, past: Cache | None) -> Float[Tensor, 'B S D']:
         c = self.config
         heads = lambda a: a.unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         q, v = heads(self.q_proj(x)), heads(F.linear(x, self.v_proj.weight[: self.used]))
@@ -246,19 +268,20 @@ class Attention(nn.Module):
         own = v
         if past is not None:
             k, v = past.update(k, v, self.layer)
-        k, v = (a.repeat_interleave(q.shape[1] // a.shape[1], 1) for a in (k, v))
-        y = F.scaled_dot_product_attention(q * c.qk_multiplier, k, v, sees)  # divides by the root of h
+        scale = c.qk_multiplier * c.head_dim**-0.5
+        y = attend(q, k, v, scale)
         y = exclude_self(y, own, c.xsa_eps)
         gate = torch.sigmoid(self.attn_gate(x).float()).mT[..., None]
         return self.o_proj((y * (c.head_gate_scale * gate)).to(y.dtype).transpose(1, 2).flatten(-2))
 
 # %% ../../../nbs/serve/02b_layers.ipynb #a29a76ce
-def largest(x: Float[Tensor, 'T E'], count: int) -> tuple[Float[Tensor, 'T n'], Int[Tensor, 'T n']]:
-    """The `count` largest of each row, falling, and where they stand; the lowest place first among equals."""
-    values, places = x.topk(count)
-    if bool((values[:, 1:] == values[:, :-1]).any()):  # topk promises no order among equals, a stable sort does
-        values, places = (a[:, :count] for a in x.sort(dim=-1, descending=True, stable=True))
-    return values, places
+def largest(x: Float[Tensor, 'T E'], count: int) -> Int[Tensor, 'T n']:
+    """Where the `count` largest of each row stand, falling; the lowest place first among equals."""
+    left, places = x, []
+    for _ in range(count):
+        left = left.scatter(1, places[-1], -torch.inf) if places else left
+        places.append(left.max(-1, keepdim=True).indices)  # torch promises the first among equals, which topk does not
+    return torch.cat(places, -1)
 
 
 class Router(nn.Module):
@@ -271,11 +294,11 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
 
     def forward(self, x: Float[Tensor, 'T D']) -> tuple[Int[Tensor, 'T k'], Float[Tensor, 'T k'], Float[Tensor, 'T E']]:
-        """The experts, best first, their weights (float32), and the biased logits of these and the next, falling."""
+        """The experts, best first, their weights (float32), and the biased logits of all."""
         c, dtype = self.config, getattr(torch, self.config.router_dtype)
         logits = F.linear(x.to(dtype).float(), self.weight.to(dtype).float())
-        biased, order = largest(logits + self.bias, c.num_experts_per_tok + 1)
-        chosen = order[:, : c.num_experts_per_tok]
+        biased = logits + self.bias
+        chosen = largest(biased, c.num_experts_per_tok)
         weights = torch.sigmoid(logits.gather(1, chosen))
         return chosen, weights * (c.combine_sum / (weights.sum(-1, keepdim=True) + c.combine_eps)), biased
 
@@ -303,12 +326,32 @@ class LatentExperts(nn.Module):
         self.latent_norm = RMSNorm(L, config.norm_eps)
         self.experts = nn.ModuleList(Expert(L, config.moe_intermediate_size) for _ in range(config.num_experts))
 
+    def side_by_side(self, rows: int) -> bool:
+        """Whether `rows` rows go through all experts at once: there are more than experts, and PyTorch's product of groups
+        is there and takes matrices of these widths (it wants rows of whole 16 bytes)."""
+        L, inner = self.latent_down_proj.out_features, self.experts[0].up_proj.out_features
+        return rows > len(self.experts) and hasattr(F, 'grouped_mm') and not (L % 8 or inner % 8)
+
+    def one_by_one(self, rows: Float[Tensor, 'n L'], counts: Int[Tensor, ' E']) -> Float[Tensor, 'n L']:
+        """The first `counts[0]` rows through expert 0, the next `counts[1]` through expert 1, and so on."""
+        parts = zip(self.experts, rows.split(counts.tolist()), strict=True)
+        return torch.cat([expert(part) for expert, part in parts if len(part)])
+
+    def at_once(self, rows: Float[Tensor, 'n L'], counts: Int[Tensor, ' E']) -> Float[Tensor, 'n L']:
+        """The same as products of groups."""
+        E, L = len(self.experts), rows.shape[1]
+        into = torch.cat([p.weight for e in self.experts for p in (e.gate_proj, e.up_proj)]).view(E, -1, L)
+        out = torch.stack([e.down_proj.weight for e in self.experts])
+        ends = counts.cumsum(0).int()
+        gate, up = F.grouped_mm(rows, into.mT, offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, out.mT, offs=ends)
+
     def forward(self, x: Float[Tensor, 'T D']) -> Float[Tensor, 'T D']:
         chosen, weights, _ = self.router(x)
         (T, k), h = chosen.shape, self.latent_norm(self.latent_down_proj(x))
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        parts = h[order // k].split(counts)
-        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
-        rows = rows[order.argsort()].view(T, k, -1)
+        counts = chosen.flatten().bincount(minlength=len(self.experts))
+        ask = self.at_once if self.side_by_side(T * k) else self.one_by_one
+        rows = ask(h.index_select(0, order // k), counts)
+        rows = torch.empty_like(rows).index_copy(0, order, rows).view(T, k, -1)
         return self.latent_up_proj((rows * weights[..., None]).sum(1).to(h.dtype))

@@ -63,7 +63,8 @@ def account(model: LadderbookForCausalLM, rows: np.ndarray) -> Account:
 
     def note(_, __, said):
         chosen, _, biased = said
-        found.append((chosen.sort(1).values.view(*rows.shape, k), (biased[:, k - 1] - biased[:, k]).view(rows.shape)))
+        *_, last, next_best = biased.topk(k + 1).values.unbind(1)
+        found.append((chosen.sort(1).values.view(*rows.shape, k), (last - next_best).view(rows.shape)))
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, Router)]
     try:
