@@ -145,11 +145,12 @@ class ShortConv(nn.Module):
             x = x * real[..., None].to(x.dtype)
         if past is not None and J > 1:
             x = past.update_conv_state(x.mT, self.layer, self.site, conv_kernel_size=J - 1).mT
-        taps, before = self.weight[:C, 0], x.shape[1] - S  # inputs that are remembered; fewer at the start of a text
-        y = x[:, before:] * taps[:, J - 1]
+        taps = self.weight[:C, 0].T.contiguous()  # a row for each lag: a column is read three times as slowly
+        before = x.shape[1] - S  # inputs that are remembered; fewer at the start of a text
+        y = x[:, before:] * taps[J - 1]
         for lag in range(1, min(J, x.shape[1])):
             first = max(0, lag - before)  # the first new token with an input `lag` back
-            y[:, first:].addcmul_(x[:, before + first - lag : x.shape[1] - lag], taps[:, J - 1 - lag])
+            y[:, first:].addcmul_(x[:, before + first - lag : x.shape[1] - lag], taps[J - 1 - lag])
         return y
 
 
