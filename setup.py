@@ -14,6 +14,8 @@ BUNDLE = (
     'artifacts/provenance',
     'containers/locks',
     'tests/data/tiny',
+    'tests/data/forms',
+    'tests/data/editions',
 )
 
 

@@ -11,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import decontam
 import measure
+import near
 import peer
 import replay
 from arm import HERE, Arm
@@ -131,6 +133,7 @@ def whole(given) -> Path:
 
 
 BENCHMARKS = {f.__name__: f for f in (matmul, step, marin, profile, loader, serving)} | {'replay': whole}
+BENCHMARKS |= {m.__name__: lambda given, m=m: m.main(given.rounds) for m in (near, decontam)}
 
 
 def show(path: Path) -> None:

@@ -22,7 +22,7 @@ from ..files import digest, lock, read_json, sha256_bytes, sha256_file, write_by
 from ..model.lm import LM, filled, table
 from ..recipe import rungs
 from ..recipe.spec import ModelSpec, from_dict, parameters
-from ..science.items import BENCHMARKS, MADE
+from ..science.items import BENCHMARKS, MADE, searched
 from . import card, layout
 from ladderbook.serve.folder import (
     BESIDE,
@@ -87,13 +87,17 @@ class Source:
     request: dict
 
 
-def benchmarks() -> dict[str, str]:
+def benchmarks(corpus: Corpus) -> dict[str, str]:
     """For each benchmark and made task that can be asked of a model here: was the training text searched for it?"""
-    made = 'made from documents split off before training; the training text was not searched for near copies of them'
-    return {**dict.fromkeys(MADE, made), **dict.fromkeys(BENCHMARKS, card.NOT_SEARCHED)}
+    clean = searched(corpus)
+    near = (
+        'no near copy of them was left in it' if clean else 'the training text was not searched for near copies of them'
+    )
+    made = f'made from documents split off before training; {near}'
+    return {**dict.fromkeys(MADE, made), **dict.fromkeys(BENCHMARKS, card.SEARCHED if clean else card.NOT_SEARCHED)}
 
 
-def _facts(run: Path, identity: dict, step: int, dtype: str, spec: ModelSpec) -> card.Facts:
+def _facts(run: Path, identity: dict, step: int, dtype: str, spec: ModelSpec, corpus: Corpus) -> card.Facts:
     lines = record.read_lines(run / 'events.jsonl', record.EVENT_KEYS)
     evaluation = next((e['eval'] for e in reversed(lines) if 'eval' in e and e['step'] == step), None)
     changes = ''
@@ -108,7 +112,7 @@ def _facts(run: Path, identity: dict, step: int, dtype: str, spec: ModelSpec) ->
         spec=spec,
         evaluation=evaluation,
         changes=changes,
-        benchmarks=benchmarks(),
+        benchmarks=benchmarks(corpus),
     )
 
 
@@ -135,7 +139,7 @@ def source(run: Path, dtype: str = 'float32', step: int | None = None, cache: Pa
     spec = from_dict(identity['recipe']['spec'])
     corpus = _corpus(identity['corpus'], cache or load_settings().paths.cache)
     settings, check = card.tokenizer_files(corpus.folder / 'tokenizer.json', spec)
-    facts = _facts(run, identity, step, dtype, spec)
+    facts = _facts(run, identity, step, dtype, spec, corpus)
     texts = {
         'config.json': _json(layout.config(spec, dtype)),
         'generation_config.json': _json({'eos_token_id': layout.END_ID, 'do_sample': False}),
