@@ -1,6 +1,7 @@
 """The model in stock vLLM against the trained model: shapes, modes, routing, refusals; one process of the serving side."""
 
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -274,3 +275,44 @@ def test_what_is_refused(work, name, says):
 
 def test_no_jax_on_the_serving_side(work):
     assert not work[1]['jax']
+
+
+COMPILED = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from ladderbook.serve import engine
+
+asked = json.loads(Path(sys.argv[1]).read_text())
+llm = engine.engine(Path(asked['folder']), compiled=True)
+found = {f'together {i}': a for i, a in enumerate(engine.logprobs(llm, asked['prompts']))}
+tokens, said, _ = engine.continuations(llm, asked['prompts'][:3], asked['new'])
+found |= {f'tokens {i}': t for i, t in enumerate(tokens)} | {f'said {i}': a for i, a in enumerate(said)}
+np.savez(sys.argv[2], **found)
+"""
+
+
+def test_compiled(tmp_path):
+    spec = replace(SPECS['main'], layers=2, global_every=2)
+    values, rng = arrays(spec), np.random.default_rng(7)
+    prompts, new = [rng.integers(1, spec.vocab, n).tolist() for n in (2, 20, 40, 191)], 16
+    asked = {'folder': str(write(tmp_path / 'model', spec, values)), 'prompts': prompts, 'new': new}
+    (tmp_path / 'asked.json').write_text(json.dumps(asked))
+    command = [str(PYTHON), '-c', COMPILED, str(tmp_path / 'asked.json'), str(tmp_path / 'found.npz')]
+    caches = {'VLLM_CACHE_ROOT': str(tmp_path / 'cache'), 'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'inductor')}
+    environment = {**os.environ, **caches}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert list(tmp_path.rglob('*.so')), 'nothing was compiled'
+    found, model = np.load(tmp_path / 'found.npz'), filled(spec, values)
+    told = traced(model, prompts)
+    for i, p in enumerate(prompts):
+        here = judged(told, i, len(p))
+        assert np.abs(found[f'together {i}'] - told.logprobs[i, : len(p)])[here].max() <= LIMIT
+    whole = traced(model, [p + found[f'tokens {i}'].tolist() for i, p in enumerate(prompts[:3])])
+    for i, p in enumerate(prompts[:3]):
+        n = len(p)
+        here = judged(whole, i, n + new)[n - 1 : n - 1 + new]
+        plain = whole.logprobs[i, n - 1 : n - 1 + new]
+        assert here.any() and np.abs(found[f'said {i}'] - plain)[here].max() <= LIMIT
+        assert (plain.argmax(-1) == found[f'tokens {i}'])[here].all()
