@@ -90,7 +90,8 @@ def serve(args) -> tuple:
     where, run = _folder_to_serve(args)
     if not args.no_check and run is not None:
         golden.ensure(run, where, here, say)
-    with server.start(where, args.host, args.port, dtype=args.dtype, settings=here, say=say) as running:
+    how = {'dtype': args.dtype, 'settings': here, 'say': say, 'compiled': args.compile}
+    with server.start(where, args.host, args.port, **how) as running:
         if not args.no_check:
             golden.ask(where, running.url, running.name, running.dtype, running.key)
             say('both golden answers came')
@@ -231,6 +232,9 @@ def _serve_verb(verbs) -> None:
     p.add_argument('--port', type=number, default=8000)
     p.add_argument('--dtype', choices=('float32', 'bfloat16'), help='default: of the export')
     p.add_argument('--no-check', action='store_true', help='serve although the golden answers were not asked for')
+    p.add_argument(
+        '--compile', action='store_true', help='start a minute later and answer faster; wants a C++ compiler'
+    )
 
 
 def _eval_verb(verbs) -> None:

@@ -31,6 +31,7 @@ from .. import settings as all_settings
 from ..errors import ResourceError, StalledError, UsageError
 from . import folder as folders
 from . import guard
+from .engine import check_compiler
 from ..settings import Settings
 
 # %% ../../../nbs/serve/06_server.ipynb #98da05a4
@@ -87,21 +88,24 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def command(python: Path, folder: Path, name: str, host: str, port: int, dtype: str, context: int) -> list[str]:
+def command(
+    python: Path, folder: Path, name: str, host: str, port: int, dtype: str, context: int, compiled: bool = False
+) -> list[str]:
     """The command line of the child; it holds no secret."""
     room = context + 1
     return [
         str(python), '-m', guard.__name__, '--middleware', guard.MIDDLEWARE, '--model', str(folder), '--served-model-name', name,
-        '--host', host, '--port', str(port), '--dtype', dtype, '--max-model-len', str(room), '--enforce-eager',
+        '--host', host, '--port', str(port), '--dtype', dtype, '--max-model-len', str(room), *([] if compiled else ['--enforce-eager']),
         '--hf-overrides', json.dumps({'max_position_embeddings': room}), '--no-enable-prefix-caching',
         '--chat-template', "{{ raise_exception('" + NO_CHAT + "') }}", '--disable-uvicorn-access-log',
     ]  # fmt: skip
 
 
-def environment(key: str, outer: dict[str, str]) -> dict[str, str]:
-    """The child's environment: the outer one, telemetry off, and the key where there is one."""
+def environment(key: str, outer: dict[str, str], compiled: bool = False) -> dict[str, str]:
+    """The child's environment: the outer one, telemetry off, the compiler on or off, and the key where there is one."""
     kept = {k: v for k, v in outer.items() if k not in (KEY, THEIR_KEY)}
     ours = {guard.PARENT: str(os.getpid()), 'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1'}
+    ours |= {'TORCHDYNAMO_DISABLE': '0'} if compiled else {}
     return {**ENVIRONMENT, **kept, **({THEIR_KEY: key} if key else {}), **ours}
 
 # %% ../../../nbs/serve/06_server.ipynb #5537a36b
@@ -211,18 +215,22 @@ def await_health(server: Server, timeout: int | float) -> None:
 def start(
     folder: Path, host: str = '127.0.0.1', port: int = 8000, api_key: str | None = None, dtype: str | None = None,
     settings: Settings | None = None, say: Callable[[str], None] = lambda line: None, timeout: int | float = 600,
+    compiled: bool = False,
 ) -> Server:  # fmt: skip
     """Start vLLM on the verified export in `folder` and return when it answers; end it with `stop`, or leave `with`.
 
-    `api_key` is taken from the environment if not given; port 0 is any free one; `dtype` is the export's if not given.
+    `api_key` is taken from the environment if not given; port 0 is any free one; `dtype` is the export's if not given;
+    `compiled` wants a C++ compiler here.
     Raises `UsageError`, `IntegrityError`, `ResourceError` and `StalledError` as in the table above."""
     key = api_key or os.environ.get(KEY) or os.environ.get(THEIR_KEY) or ''
     check_host(host, key)
     python = serving_python(settings or all_settings.load())
+    if compiled:
+        check_compiler()
     manifest = folders.verify(folder)
     config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
     port, name, dtype = free_port(host, port), manifest['request']['run'], dtype or config['dtype']
-    line = command(python, folder, name, host, port, dtype, config['max_position_embeddings'])
+    line = command(python, folder, name, host, port, dtype, config['max_position_embeddings'], compiled)
     reached = host if host not in ('0.0.0.0', '::') else {'0.0.0.0': '127.0.0.1', '::': '::1'}[host]
     url = f'http://[{reached}]:{port}' if ':' in reached else f'http://{reached}:{port}'
     handle, log = tempfile.mkstemp(prefix='ladderbook-serve-', suffix='.log')
@@ -230,7 +238,7 @@ def start(
     with os.fdopen(handle, 'wb') as out, interruptible():
         child = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            env=environment(key, dict(os.environ)),
+            env=environment(key, dict(os.environ), compiled),
         )  # fmt: skip
         server = Server(url, name, dtype, key, child, Path(log))
         try:
