@@ -114,8 +114,9 @@ def serving(given) -> Path:
     arms = [Arm(n, 'served.py', [n, given.export], python) for n in ('vllm', 'transformers', 'forward', 'qwen3-moe')]
     pairs = {'generate of transformers': ('vllm', 'transformers', 2.0), 'Qwen3-MoE': ('forward', 'qwen3-moe', 1.0)}
     notes = [
-        'vllm and transformers: greedy, 8 prompts of 32 tokens, 64 new tokens each, float32; vllm with torch.compile, '
-        'transformers as `generate` comes. The time to compile, once, is not counted.',
+        'vllm and transformers: greedy, 8 prompts of 32 tokens, 64 new tokens each, float32; vllm with torch.compile and '
+        'without its statistics, transformers as `generate` comes. The time to compile, once, is not counted.',
+        'One thread on every side: on a busy machine two wait for each other, and measure the wait.',
         'forward and qwen3-moe: 8 rows of a whole context, no cache, in transformers; equal width, layers, heads, '
         'experts, experts per token and inner width. Ours has convolutions, gated norms, shared experts and a latent '
         'space beside; the other multiplies experts of twice the input width.',

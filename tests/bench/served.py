@@ -6,6 +6,7 @@ import os
 import arm
 
 BATCH, PROMPT, NEW = 8, 32, 64
+THREADS = 1  # of every side: a step of eight tokens does not fill two, and on a busy machine two wait for each other
 
 
 def arguments():
@@ -45,7 +46,7 @@ def build(given):
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(given.folder, dtype=torch.float32).eval()
     model = qwen(model.config) if given.side.startswith('qwen3') else model
     parameters = sum(p.numel() for p in model.parameters())
@@ -63,10 +64,10 @@ def engine(given):
     """vLLM in this process, compiled; greedy, the whole batch at once."""
     from pathlib import Path
 
-    os.environ.update({'OMP_NUM_THREADS': '2'})
+    os.environ.update({'OMP_NUM_THREADS': str(THREADS)})
     from ladderbook.serve import engine as engines
 
-    llm = engines.engine(Path(given.folder), compiled=True, dtype='float32')
+    llm = engines.engine(Path(given.folder), compiled=True, dtype='float32', disable_log_stats=True)
     from vllm import SamplingParams
 
     vocab = llm.llm_engine.model_config.get_vocab_size()
