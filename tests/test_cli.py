@@ -329,3 +329,11 @@ def test_a_place_that_cannot_be_written_is_one_line_and_exit_5(tmp_path, monkeyp
     monkeypatch.setenv('LADDERBOOK_PATHS_CACHE', str(tmp_path))
     assert cli.main(['data', 'build', '--corpus', 'tiny']) == 5
     assert capsys.readouterr().err.splitlines()[-1].startswith('ladderbook: ')
+
+
+@pytest.mark.parametrize('rung, code', [('desk-64', 5), ('desk-99', 2)])
+def test_an_answer_that_cannot_be_written_ends_in_a_sentence(rung, code):
+    command = [sys.executable, '-m', 'ladderbook.cli', 'plan', rung, '--json']
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code and done.stderr.startswith('ladderbook: ') and len(done.stderr.splitlines()) == 1

@@ -143,13 +143,22 @@ def parser() -> Parser:
 
 # %% ../../nbs/90_cli.ipynb #8c052d80
 def _answer(code: int, value, text: str, as_json: bool) -> int:
-    print(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, default=str) if as_json else text)
+    print(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, default=str) if as_json else text, flush=True)
     return code
 
 
 def _refused(said: str, code: int, as_json: bool) -> int:
     say(f'ladderbook: {said}')
-    return _answer(code, {'error': said, 'exit_code': code}, '', True) if as_json else code
+    try:
+        return _answer(code, {'error': said, 'exit_code': code}, '', True) if as_json else code
+    except OSError:  # the answer cannot be written either; the exit code still says it
+        _unheard()
+        return code
+
+
+def _unheard() -> None:
+    # What is left in the buffer would be written again, and fail again, when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,10 +173,14 @@ def main(argv: list[str] | None = None) -> int:
         say('ladderbook: stopped on request')
         return 130
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _unheard()
         return 141
     except OSError as e:  # a full disk, a folder that may not be written, a path that is no folder
-        said = f'{e.strerror or e} ({e.filename or "a file of the run"}); free or name another place'
+        said = (
+            f'{e.strerror or e} ({e.filename or "a file of the run, or standard output"}); free or name another place'
+        )
+        if not e.filename:
+            _unheard()
         return _refused(said, ResourceError.exit_code, '--json' in argv)
 
 

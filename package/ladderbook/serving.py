@@ -119,14 +119,12 @@ def evaluate(args) -> tuple:
             raise UsageError('--tasks, --endpoint, --text, --hf and --source-dir belong to --harness')
         return _losses(run, here)
     harness = _harness()
-    if args.hf and not (args.hf / 'config.json').is_file():
-        raise UsageError(f'{args.hf} is no Hugging Face model: it has no config.json')
-    results, folders = harness.evaluate_run(
-        run, here.paths.cache, args.tasks or (), args.endpoint or '', args.text, args.source_dir, _key(), _progress
-    )
+    python = here.environments.serve / 'bin' / 'python'
+    first = (lambda folders: harness.peer_sets(args.hf, folders, python)) if args.hf else (lambda folders: None)
+    asked = (args.tasks or (), args.endpoint or '', args.text, args.source_dir, _key(), _progress)
+    results, folders = harness.evaluate_run(run, here.paths.cache, *asked, before=first)
     beside = {}
     if args.hf:
-        python = here.environments.serve / 'bin' / 'python'
         beside[args.hf.name] = harness.peer(args.hf, folders, python, 0, ('ladderbook.serve.hf',), _progress)
     text = '\n'.join(harness.render(results, beside))
     return (

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ABOUT', 'KEYS', 'mean', 'ratio', 'bits_per_byte', 'figures', 'one', 'kept', 'evaluate', 'read', 'compare',
-           'trained', 'restored', 'evaluate_run', 'peer', 'render']
+           'trained', 'restored', 'evaluate_run', 'peer_sets', 'peer', 'render']
 
 # %% ../../../nbs/science/02_harness.ipynb #45a27eba
 import contextlib
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -224,11 +224,14 @@ def evaluate_run(
     source_dir: Path | None = None,
     key: str = '',
     progress: Progress = lambda *a: None,
+    before: Callable[[dict[str, Path]], object] = lambda folders: None,
 ) -> tuple[dict, dict[str, Path]]:
     """Results of the run in `folder` in JAX (`harness.json` there) or, with `endpoint`, through a server of its export
-    (`harness-endpoint.json`), and the folders of the tasks (none named: `items.names`)."""
+    (`harness-endpoint.json`), and the folders of the tasks (none named: `items.names`). `before` sees these folders first,
+    and may refuse."""
     who, recipe, corpus = trained(folder, cache)
     folders = items.prepare(corpus, cache, tasks, text, source_dir, lambda line: progress(line, 0, 0))
+    before(folders)
     tokenizer = load_tokenizer(corpus.folder / 'tokenizer.json')
     if endpoint:
         served = EndpointLM(endpoint, tokenizer, recipe.spec.sequence, key=key)
@@ -239,6 +242,21 @@ def evaluate_run(
     return evaluate(model, folders, who, folder / 'harness.json', progress), folders
 
 # %% ../../../nbs/science/02_harness.ipynb #e614b6f9
+def peer_sets(folder: Path, folders: dict[str, Path], python: Path) -> list[str]:
+    """The tasks of `folders` that are texts, as `name=file`. Refuses, before anything is computed, a folder that is no model
+    (`UsageError`), a missing serving environment (`ResourceError`), and tasks without a text (`UsageError`)."""
+    if not python.is_file():
+        raise ResourceError(f'{python} does not exist; the other model needs the serving environment: make serve-env')
+    if not (folder / 'config.json').is_file():
+        raise UsageError(f'{folder} is no Hugging Face model: it has no config.json')
+    sets = [
+        f'{n}={f / n}.jsonl' for n, f in folders.items() if '"text"' in (f / f'{n}.jsonl').read_text().split('\n')[0]
+    ]
+    if not sets:
+        raise UsageError('none of the tasks is a text; bits per byte need one, such as heldout_docs')
+    return sets
+
+
 def peer(
     folder: Path,
     folders: dict[str, Path],
@@ -249,15 +267,7 @@ def peer(
 ) -> dict:
     """Bits per byte of the Hugging Face model in `folder` on those tasks of `folders` that are texts, by the Python of
     the serving environment; `context` caps its requests (0: its own)."""
-    if not python.is_file():
-        raise ResourceError(f'{python} does not exist; the other model needs the serving environment: make serve-env')
-    if not (folder / 'config.json').is_file():
-        raise UsageError(f'{folder} is no Hugging Face model: it has no config.json')
-    sets = [
-        f'{n}={f / n}.jsonl' for n, f in folders.items() if '"text"' in (f / f'{n}.jsonl').read_text().split('\n')[0]
-    ]
-    if not sets:
-        raise UsageError('none of the tasks is a text; bits per byte need one, such as heldout_docs')
+    sets = peer_sets(folder, folders, python)
     with tempfile.TemporaryDirectory() as d:
         out = Path(d) / 'out.json'
         command = [python, '-P', peers.__file__, folder, out, *sets, '--context', context]
