@@ -104,7 +104,7 @@ def test_a_killed_worker_changes_nothing(cluster, documents):
     killed = []
 
     def kill():
-        for _ in range(200):
+        for _ in range(2400):  # two minutes: on a busy machine a worker takes long to start
             for p in psutil.process_iter(['cmdline']):
                 if 'MapBatches' in ' '.join(p.info['cmdline'] or []):
                     p.kill()
