@@ -8,6 +8,9 @@ import sys
 import zipfile
 
 import pytest
+from ladderbook.data import benchmarks
+from ladderbook.data.sources import SOURCES, plan
+from ladderbook.settings import load
 from test_house import TOOLS, copy_of_the_clone
 
 pytestmark = pytest.mark.end_to_end
@@ -76,7 +79,9 @@ def test_fetched_folder_is_under_the_promised_size(offline):
     size = sum(row['size'] for row in manifest['files'].values())
     assert 100e6 < size < 500e6
     assert any(name.startswith('wheels/jaxlib-') for name in manifest['files'])
-    assert sum(name.startswith('sources/') for name in manifest['files']) == 4
+    wanted = plan(load().data.corpus)
+    files = {SOURCES[n].file for n in (*wanted.unseen, *wanted.sources)} | {s.file for s in benchmarks.packages()}
+    assert {n.removeprefix('sources/') for n in manifest['files'] if n.startswith('sources/')} == files
 
 
 def test_replay_without_a_network(offline, cache, tmp_path):
